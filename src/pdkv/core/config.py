@@ -1,0 +1,83 @@
+"""What one engine is told once, at the start. Checked here, passed whole, never changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdkv.errors import ConfigError
+from pdkv.units import NS_PER_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferPolicy:
+    """How D treats KV that is on its way (design 6.5). `STRICT` and `VLLM` are the two presets."""
+
+    name: str
+    share_loads: bool  # a second request with the same prefix waits for the first load
+    bounded_waits: bool  # loads and fences have deadlines
+    loaded_skips_watermark: bool  # a request whose KV has arrived is not held back by the watermark
+    load_failure: str  # "recompute" | "fail"
+
+
+STRICT = TransferPolicy(
+    name="strict", share_loads=True, bounded_waits=True, loaded_skips_watermark=True, load_failure="recompute"
+)
+VLLM = TransferPolicy(
+    name="vllm", share_loads=False, bounded_waits=False, loaded_skips_watermark=False, load_failure="fail"
+)
+TRANSFER_POLICIES = {policy.name: policy for policy in (STRICT, VLLM)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One instance's memory and scheduling. Durations are integer nanoseconds; defaults are vLLM's where it has one."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int = 0
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    full_sequence_must_fit: bool = True
+    watermark: float = 0.0
+    priority_scheduling: bool = False
+    max_outstanding_plans: int = 1
+    transfer: TransferPolicy = field(default=STRICT)
+    kv_load_timeout_ns: int = 60 * NS_PER_S
+    fence_timeout_ns: int = 10 * NS_PER_S
+    lease_ns: int = 30 * NS_PER_S
+    max_leased_fraction: float = 0.8
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is smaller than max_num_seqs "
+                f"({self.max_num_seqs}): a step could not give every running request its token. "
+                "Raise the first or lower the second"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"without chunked prefill a prompt must fit one step: max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}) < max_model_len ({self.max_model_len}). Raise it or enable chunking"
+            )
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark is {self.watermark}; it is a share of the pool in [0, 1)")
+        if not 0 < self.max_leased_fraction <= 1:
+            raise ConfigError(f"max_leased_fraction is {self.max_leased_fraction}; it is a share of the pool in (0, 1]")
+        if self.transfer.load_failure not in ("recompute", "fail"):
+            raise ConfigError(f"load failure policy is {self.transfer.load_failure!r}; use 'recompute' or 'fail'")
+
+    @property
+    def heartbeat_ns(self) -> int:
+        """Interval between two heartbeats of a lease: a sixth of it (vLLM: 30 s -> 5 s)."""
+        return self.lease_ns // 6
+
+    @property
+    def lease_extension_ns(self) -> int:
+        """How far a heartbeat moves the deadline from its arrival: two thirds of the lease (30 s -> 20 s)."""
+        return self.lease_ns * 2 // 3

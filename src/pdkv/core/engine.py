@@ -1,0 +1,289 @@
+"""One instance that decides: ``schedule`` -> plan, ``complete`` -> events. No I/O, no clock, no torch (design 1)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdkv.core import stride
+from pdkv.core.blocks.hashing import HashFunction, raw_sha256
+from pdkv.core.blocks.manager import KVCacheManager
+from pdkv.core.config import EngineConfig
+from pdkv.core.journal import Journal
+from pdkv.core.ports import (
+    Abort,
+    Batch,
+    Decline,
+    Done,
+    Event,
+    FromPeer,
+    Heartbeat,
+    InboxItem,
+    Int32Array,
+    MemoryView,
+    MoverRestarted,
+    NewRequest,
+    Outputs,
+    Plan,
+    ReadEnded,
+)
+from pdkv.core.scheduler.request import Request, Status
+from pdkv.core.scheduler.scheduler import Row, Scheduler
+from pdkv.core.transfer.consumer import Consumer
+from pdkv.core.transfer.lease import LeaseSlots, SlotArray
+from pdkv.core.transfer.producer import Producer
+from pdkv.errors import BadRequest, DoesNotFit
+from pdkv.units import cdiv
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """One life of one instance: ``nonce`` and ``secret`` are drawn afresh at every start, by the caller."""
+
+    engine_id: str
+    nonce: int
+    secret: bytes
+
+
+class Engine:
+    """The memory and the schedule of one instance. Both roles are always there: P grants leases, D reads by them.
+
+    ``slots`` is the uint64[n, 2] array that peers read (registered memory in `serve`, a plain array elsewhere).
+    Plans are completed in the order in which they were made, at most ``max_outstanding_plans`` behind.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        identity: Identity,
+        slots: SlotArray,
+        *,
+        hash_function: HashFunction = raw_sha256,
+    ) -> None:
+        self.config = config
+        self.identity = identity
+        self._journal = Journal()
+        self.manager = KVCacheManager(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            watermark=config.watermark,
+            enable_caching=config.enable_prefix_caching,
+        )
+        lease_slots = LeaseSlots(slots, nonce=identity.nonce, secret=identity.secret)
+        self.producer = Producer(config, self.manager, lease_slots, self._journal)
+        self.consumer = Consumer(config, identity.engine_id, self.manager, self._journal)
+        self.scheduler = Scheduler(config, self.manager, self.producer, self.consumer, self._journal, hash_function)
+        self.hash_function = hash_function
+        self.requests: dict[str, Request] = {}
+        self._outstanding: deque[tuple[int, list[Row]]] = deque()
+        self._next_step = 0
+        self._sequence = 0
+
+    # ------------------------------------------------------------------------------------------------ the two calls
+
+    def validate(self, new: NewRequest) -> None:
+        """Refuse what can never be served: raises `BadRequest` or `DoesNotFit`; changes nothing, any thread."""
+        length, limit = len(new.prompt), self.config.max_model_len
+        if length == 0:
+            raise BadRequest("the prompt is empty; send at least one token")
+        if length + 1 > limit:
+            raise BadRequest(
+                f"the prompt has {length} tokens; with at least one to generate this instance takes at most "
+                f"{limit - 1} (max_model_len {limit}). Shorten the prompt or start with a larger --max-model-len"
+            )
+        if new.max_tokens < 1:
+            raise BadRequest(f"max_tokens is {new.max_tokens}; ask for at least 1")
+        usable = self.config.num_blocks - 1
+        needed = cdiv(length + 1, self.config.block_size)
+        if needed > usable:
+            raise DoesNotFit(
+                f"the prompt needs {needed} blocks of {self.config.block_size} tokens; the whole pool has {usable}. "
+                "Shorten the prompt or give the instance more KV memory (--kv-cache-memory-bytes)"
+            )
+        if new.source is not None:
+            self._validate_source(new)
+
+    def _validate_source(self, new: NewRequest) -> None:
+        source = new.source
+        assert source is not None
+        expected = cdiv(source.num_tokens, self.config.block_size)
+        if not 1 <= source.num_tokens <= len(new.prompt) or len(source.block_ids) != expected:
+            raise BadRequest(
+                f"kv_transfer_params name {source.num_tokens} tokens in {len(source.block_ids)} blocks for a prompt "
+                f"of {len(new.prompt)} tokens; blocks hold {self.config.block_size} tokens, so {expected} blocks and "
+                "at most the prompt's tokens are expected. Pass the prefill instance's answer on unchanged"
+            )
+
+    def schedule(self, now_ns: int, inbox: Sequence[InboxItem] = ()) -> Plan:
+        """Take in what happened, let timers act, and plan the next step (its batch may be empty)."""
+        assert len(self._outstanding) < self.config.max_outstanding_plans, "too many plans outstanding"
+        self._set_time(now_ns)
+        for item in inbox:
+            self._take_in(item)
+        self._run_timers()
+        step_id, self._next_step = self._next_step, self._next_step + 1
+        rows = self.scheduler.schedule(step_id)
+        self._outstanding.append((step_id, rows))
+        return Plan(
+            step_id=step_id,
+            batch=self._batch(rows),
+            reads=self.consumer.take_reads(),
+            cancels=self.consumer.take_cancels(),
+            messages=self.consumer.take_messages(),
+            keepalives=self.consumer.keepalives(),
+            restart_mover=self.consumer.take_restart(),
+            next_deadline_ns=self.next_deadline_ns(),
+            events=self._take_events(),
+        )
+
+    def complete(self, step_id: int, outputs: Outputs, now_ns: int) -> tuple[Event, ...]:
+        """The oldest outstanding plan has run on the device; returns what follows from its tokens."""
+        self._set_time(now_ns)
+        expected, rows = self._outstanding.popleft()
+        assert step_id == expected, f"plan {step_id} completed out of order; {expected} is the oldest outstanding"
+        assert len(outputs.tokens) == len(rows), f"{len(outputs.tokens)} outputs for {len(rows)} rows"
+        self.scheduler.complete(step_id, rows, outputs.tokens)
+        return self._take_events()
+
+    # ------------------------------------------------------------------------------------------------- quiet steps
+
+    def quiet_steps(self, limit: int) -> int:
+        """For how many steps (at most ``limit``) nothing can be decided, timers and new arrivals aside.
+
+        Nobody is admitted, ends by length, or fails to get a block. The caller stops at ``next_deadline_ns`` himself,
+        for only he knows how long steps take, and at the next thing he would put into the inbox.
+        """
+        return 0 if self._outstanding else stride.quiet_steps(self.scheduler, self.manager, self.config, limit)
+
+    def advance(self, tokens: Int32Array, now_ns: int) -> None:
+        """Take ``k`` quiet steps at once: ``tokens`` int32[k, running], sampled in that order; ends at ``now_ns``.
+
+        Afterwards the state equals that of k times schedule and complete (no events are made). Raises
+        ``AssertionError`` when k exceeds `quiet_steps` or a token is a stop token of its request.
+        """
+        self._set_time(now_ns)
+        steps = len(tokens)
+        assert steps <= self.quiet_steps(steps), "advance beyond the quiet steps"
+        stride.advance(self.scheduler, self.manager, self.config, self.hash_function, tokens, self._next_step)
+        self._next_step += steps
+        self.scheduler.completed_step = self._next_step - 1
+
+    # ----------------------------------------------------------------------------------------------------- looking
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step now could do anything without new input."""
+        return bool(self.scheduler.running or self.scheduler.waiting or self.scheduler.holding)
+
+    def next_deadline_ns(self) -> int | None:
+        """When the engine must be stepped again at the latest, for a lease, a load or a fence."""
+        times = (self.producer.next_deadline_ns(), self.consumer.next_deadline_ns())
+        return min((time for time in times if time is not None), default=None)
+
+    def memory(self) -> MemoryView:
+        """The ledger and every owner, now."""
+        ledger = self.manager.pool.ledger
+        return MemoryView(
+            num_blocks=self.config.num_blocks,
+            block_size=self.config.block_size,
+            accounts=ledger.as_dict(),
+            peaks=ledger.peaks_as_dict(),
+            holders=tuple(self.manager.holders()),
+        )
+
+    def check(self) -> None:
+        """Recount everything; raises ``AssertionError`` on any difference."""
+        self.manager.check()
+        active = {request.request_id for request in self.scheduler.running}
+        active |= {request.request_id for request in self.scheduler.waiting}
+        active |= {request.request_id for request in self.scheduler.holding}
+        assert active == set(self.requests), "engine: queues and requests disagree"
+        for request in self.scheduler.running:
+            assert request.status is Status.RUNNING
+        for request in self.scheduler.waiting:
+            assert self.manager.num_blocks_of(request.request_id) == 0, f"{request.request_id} waits and holds blocks"
+
+    # ----------------------------------------------------------------------------------------------------- helpers
+
+    def _set_time(self, now_ns: int) -> None:
+        self._journal.now_ns = self.manager.now_ns = now_ns
+
+    def _take_in(self, item: InboxItem) -> None:
+        match item:
+            case NewRequest():
+                self._add(item)
+            case Abort():
+                request = self.requests.get(item.request_id)
+                if request is not None:
+                    self.scheduler.finish(request, item.reason)
+                    del self.requests[item.request_id]
+            case Decline():
+                self.consumer.decline(item.source)
+            case FromPeer(message=Heartbeat() as beat):
+                self.producer.on_heartbeat(beat, item.received_ns)
+            case FromPeer(message=Done() as done):
+                self.producer.on_done(done)
+            case ReadEnded():
+                ended = self.consumer.on_read_ended(item)
+                if ended is not None:
+                    self.scheduler.load_ended(*ended)
+            case MoverRestarted():
+                self.consumer.on_mover_restarted(item.handles)
+
+    def _add(self, new: NewRequest) -> None:
+        self.validate(new)
+        assert new.request_id not in self.requests, f"request id {new.request_id} is in use"
+        request = Request(
+            new, arrival_ns=self._journal.now_ns, sequence=self._sequence, block_size=self.config.block_size
+        )
+        self._sequence += 1
+        self.requests[new.request_id] = request
+        self.scheduler.add(request)
+
+    def _run_timers(self) -> None:
+        """Leases and loads whose time is up. The inbox has been drained, so a beat that came in time counts."""
+        self.producer.sweep()
+        for request in self.consumer.overdue():
+            seconds = self.config.kv_load_timeout_ns // 1_000_000_000
+            cause = f"not there {seconds} s after its READ was posted (--kv-load-timeout)"
+            self.consumer.abandon(request, cause)
+            self.scheduler.load_ended(request, cause)
+        self.consumer.sweep()
+
+    def _take_events(self) -> tuple[Event, ...]:
+        events = self._journal.take()
+        for event in events:
+            request = self.requests.get(event.request_id)
+            if request is not None and request.status is Status.FINISHED:
+                del self.requests[event.request_id]
+        return events
+
+    def _batch(self, rows: list[Row]) -> Batch:
+        count = len(rows)
+        scheduled = np.fromiter((row.tokens for row in rows), dtype=np.int32, count=count)
+        computed = np.fromiter((row.start for row in rows), dtype=np.int32, count=count)
+        tables = [self.manager.blocks_of(row.request.request_id) for row in rows]
+        width = max((len(table) for table in tables), default=0)
+        block_tables = np.zeros((count, width), dtype=np.int32)
+        tokens = np.zeros(int(scheduled.sum()), dtype=np.int32)
+        pending = np.zeros(count, dtype=np.bool_)
+        at = 0
+        for index, (row, table) in enumerate(zip(rows, tables, strict=True)):
+            block_tables[index, : len(table)] = table
+            known = row.request.tokens[row.start : row.start + row.tokens]
+            tokens[at : at + len(known)] = known
+            pending[index] = len(known) < row.tokens
+            at += row.tokens
+        return Batch(
+            request_ids=tuple(row.request.request_id for row in rows),
+            num_scheduled=scheduled,
+            num_computed=computed,
+            tokens=tokens,
+            pending=pending,
+            block_tables=block_tables,
+            samples=np.fromiter((row.samples for row in rows), dtype=np.bool_, count=count),
+        )

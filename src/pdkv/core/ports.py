@@ -1,0 +1,382 @@
+"""Everything that crosses the border of the core: what comes in (inbox), what goes out (plans, events).
+
+Nothing here acts. In-process facts are frozen dataclasses; what also travels between processes is a
+``msgspec.Struct``. Times are integer nanoseconds of the instance's own monotonic clock, passed in by the caller.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended; ``value`` is the OpenAI/vLLM word for it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+# --------------------------------------------------------------------------------------------------------- peers
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """Where an instance's side channel listens, and which life of it is meant."""
+
+    engine_id: str
+    host: str
+    port: int
+
+
+class RemoteSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt's KV on a producer, as granted by a lease (design 3.1; kv_transfer_params in `serve`).
+
+    ``block_ids`` are the producer's block ids in prompt order, exactly ``ceil(num_tokens / block_size)`` of them.
+    ``nonce`` and ``lease_id`` are the two words the lease slot ``slot`` holds for as long as the blocks are kept;
+    ``token`` (16 bytes) proves to the producer that the sender was given this very grant.
+    """
+
+    peer: Peer
+    request_id: str
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    slot: int
+    nonce: int
+    lease_id: int
+    token: bytes
+    cached_tokens: int = 0
+
+
+# --------------------------------------------------------------------------------------------------------- inbox
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """A prompt to serve. ``prompt`` is int32[n], n >= 1; ``stop_token_ids`` already contains EOS unless ignored.
+
+    ``produce`` keeps the KV under a lease when the request finishes (P's leg: ``do_remote_decode``); ``source`` says
+    where the prompt's KV already is (D's leg: ``do_remote_prefill``).
+    """
+
+    request_id: str
+    prompt: Int32Array
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    cache_salt: str | None = None
+    produce: bool = False
+    source: RemoteSource | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request now: the client left (ABORT) or the front end saw a stop string (STOP)."""
+
+    request_id: str
+    reason: FinishReason = FinishReason.ABORT
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """A grant that was offered here will not be used: tell its producer (the request never became one)."""
+
+    source: RemoteSource
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """A consumer still wants these leases. A hint: unknown tokens are ignored."""
+
+    tokens: tuple[bytes, ...]
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """A consumer needs this lease no longer (read, or never to be read). A hint, as above."""
+
+    token: bytes
+    consumer: str
+
+
+PeerMessage = Heartbeat | Done
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    """A peer message with the time it was received at (not the time the engine got round to it)."""
+
+    message: PeerMessage
+    received_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadEnded:
+    """A READ's handle is over: nothing of it can touch the destination any more.
+
+    ``slot`` is the (nonce, lease id) that stood in the lease slot *after* all data had arrived, ``None`` when the read
+    failed (``error`` says how). ``moved_bytes`` counts data bytes, ``seconds`` runs from the post to the slot read.
+    """
+
+    handle: int
+    slot: tuple[int, int] | None
+    moved_bytes: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MoverRestarted:
+    """The mover was killed and started again: ``handles``, all it had been given, are fenced and will not report.
+
+    Handles that the control thread had not handed over yet are not among them: they go to the new mover.
+    """
+
+    handles: tuple[int, ...]
+
+
+InboxItem = NewRequest | Abort | Decline | FromPeer | ReadEnded | MoverRestarted
+
+
+# ---------------------------------------------------------------------------------------------------------- plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One ragged forward pass: row i computes ``num_scheduled[i]`` tokens behind ``num_computed[i]`` known ones.
+
+    ``tokens`` int32[sum(num_scheduled)] are the rows' input tokens, flattened. Where ``pending[i]``, the last of row
+    i's tokens is not known yet: it is the one that a still outstanding plan samples for that request, and the executor
+    puts it in (asynchronous scheduling). ``block_tables`` int32[n, width] hold at least the blocks of
+    ``num_computed + num_scheduled`` tokens, padded with 0, the null block. ``samples[i]``: row i ends at the last known
+    token, so a next token is sampled.
+    """
+
+    request_ids: tuple[str, ...]
+    num_scheduled: Int32Array
+    num_computed: Int32Array
+    tokens: Int32Array
+    pending: BoolArray
+    block_tables: Int32Array
+    samples: BoolArray
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PostRead:
+    """Read ``remote_blocks[i]`` of the source's pool into ``local_blocks[i]``, then read the lease slot.
+
+    The mover reports exactly one `ReadEnded` for ``handle``, however it ends (a refused handshake included).
+    """
+
+    handle: int
+    source: RemoteSource
+    remote_blocks: Int32Array
+    local_blocks: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class SendMessage:
+    """Tell a peer; lost messages are allowed for (hints only)."""
+
+    peer: Peer
+    message: PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Keepalive:
+    """Leases at one peer that the control thread renews every ``lease // 6`` until the core publishes a new set."""
+
+    peer: Peer
+    tokens: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What to do now. Owns its arrays; the core never changes them afterwards.
+
+    Every plan is completed exactly once, in order, with `Outputs` of the same ``step_id``. ``next_deadline_ns`` is when
+    the engine must be stepped again even if nothing arrives; ``None`` when nothing is timed.
+    """
+
+    step_id: int
+    batch: Batch
+    reads: tuple[PostRead, ...] = ()
+    cancels: tuple[int, ...] = ()
+    messages: tuple[SendMessage, ...] = ()
+    keepalives: tuple[Keepalive, ...] = ()
+    restart_mover: bool = False
+    next_deadline_ns: int | None = None
+    events: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outputs:
+    """Sampled tokens of one plan: int32[n], row i valid where ``batch.samples[i]`` (0 elsewhere)."""
+
+    tokens: Int32Array
+
+
+# -------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened to a request. Events are the log, the metrics and the test oracle at once."""
+
+    request_id: str
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted(Event):
+    """Left the waiting queue for the first time or again; ``local``/``external`` tokens did not need computing."""
+
+    prompt_tokens: int
+    local_tokens: int
+    external_tokens: int
+    resumed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSampled(Event):
+    """One more output token."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(Event):
+    """The request's one outcome. ``lease`` is set on P when its KV was kept for a consumer."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    error: str | None = None
+    lease: LeaseGrant | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preempted(Event):
+    """Lost its blocks to another request; ``lost_tokens`` must be computed again."""
+
+    lost_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadStarted(Event):
+    """Blocks were allocated and the READ was posted."""
+
+    handle: int
+    blocks: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFinished(Event):
+    """All data arrived and the slot still named the lease."""
+
+    handle: int
+    blocks: int
+    moved_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFailed(Event):
+    """The KV did not arrive, or cannot be trusted; ``cause`` is shown to the operator."""
+
+    handle: int | None
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGranted(Event):
+    """P keeps ``blocks`` blocks until a peer is done or ``deadline_ns`` passes."""
+
+    lease_id: int
+    blocks: int
+    deadline_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRenewed(Event):
+    """A heartbeat moved the deadline (one that moved nothing makes no event)."""
+
+    lease_id: int
+    deadline_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseReleased(Event):
+    """P let the blocks go; ``expired`` when nobody said that it was done."""
+
+    lease_id: int
+    blocks: int
+    expired: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantined(Event):
+    """A transfer that was given up may still write to these blocks."""
+
+    handle: int
+    blocks: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fenced(Event):
+    """The transfer is over for certain; its blocks are free again."""
+
+    handle: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGrant:
+    """What a consumer needs to read a finished prefill: becomes ``kv_transfer_params`` in the response."""
+
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    slot: int
+    nonce: int
+    lease_id: int
+    token: bytes
+    cached_tokens: int
+
+
+# -------------------------------------------------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HolderView:
+    """One owner of memory as `/debug/memory` shows it: who, in which account, how many, why, since, until."""
+
+    request_id: str
+    account: str
+    blocks: int
+    cause: str
+    since_ns: int
+    deadline_ns: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryView:
+    """The ledger at one instant: ``accounts`` sum to ``num_blocks``; ``peaks`` are maxima since the start."""
+
+    num_blocks: int
+    block_size: int
+    accounts: dict[str, int]
+    peaks: dict[str, int]
+    holders: tuple[HolderView, ...] = field(default=())

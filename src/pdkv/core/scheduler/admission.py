@@ -1,0 +1,124 @@
+"""Whether the request at the head of a waiting queue may come in now (spec scheduler section 3.2)."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdkv.core.blocks.manager import KVCacheManager
+from pdkv.core.config import EngineConfig
+from pdkv.core.ports import Int32Array
+from pdkv.core.scheduler.request import Request, Status
+from pdkv.core.transfer.consumer import Consumer
+from pdkv.core.transfer.producer import Producer
+
+_EMPTY = np.empty(0, dtype=np.int32)
+
+
+class Verdict(enum.Enum):
+    """What became of the attempt."""
+
+    RUN = enum.auto()  # blocks allocated; compute ``tokens`` now
+    LOAD = enum.auto()  # blocks allocated; read ``external_tokens`` from the producer first
+    SKIP = enum.auto()  # not this step; others behind it may be tried
+    STOP = enum.auto()  # does not fit: nobody behind it is tried either (head-of-line blocking)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The verdict and the tokens it is about."""
+
+    verdict: Verdict
+    tokens: int = 0
+    local_tokens: int = 0
+    external_tokens: int = 0
+
+
+class Admitter:
+    """Tries to bring one request in. Allocates on success, changes nothing but ``wait_cause`` otherwise."""
+
+    def __init__(self, config: EngineConfig, manager: KVCacheManager, producer: Producer, consumer: Consumer) -> None:
+        self._config = config
+        self._manager = manager
+        self._producer = producer
+        self._consumer = consumer
+
+    def admit(self, request: Request, budget: int, running: list[Request], holding: Iterable[Request]) -> Admission:
+        """Try ``request`` with ``budget`` tokens left in this step."""
+        if request.status is Status.LOADED:
+            return self._compute(request, budget, running, hit=_EMPTY)
+        if request.new.produce and not self._may_produce(request, running):
+            request.wait_cause = "leases pin their share of the pool (--max-leased-fraction)"
+            return Admission(Verdict.SKIP)
+        hit = self._manager.lookup(request)
+        external = self._consumer.external_tokens(request, len(hit) * self._config.block_size)
+        if external == 0:
+            return self._compute(request, budget, running, hit=hit)
+        return self._load(request, hit, external, running, holding)
+
+    def _load(
+        self, request: Request, hit: Int32Array, external: int, running: list[Request], holding: Iterable[Request]
+    ) -> Admission:
+        sharer = self._consumer.shares_with(request, len(hit))
+        if sharer is not None:
+            request.wait_cause = f"the same prefix is being loaded for {sharer}"
+            return Admission(Verdict.SKIP)
+        allocated = self._manager.allocate_slots(
+            request,
+            0,
+            hit=hit,
+            external_tokens=external,
+            delay_cache=True,
+            full_sequence_must_fit=self._config.full_sequence_must_fit,
+            reserved_blocks=self._reserved(running, holding),
+            has_scheduled=bool(running),
+        )
+        if allocated is None:
+            request.wait_cause = "its blocks do not fit the free pool"
+            return Admission(Verdict.STOP)
+        return Admission(Verdict.LOAD, 0, len(hit) * self._config.block_size, external)
+
+    def _compute(self, request: Request, budget: int, running: list[Request], hit: Int32Array) -> Admission:
+        local = len(hit) * self._config.block_size
+        tokens = request.num_tokens - request.num_computed - local
+        tokens = cap_chunk(tokens, self._config, only_one=not running)
+        if tokens > budget and not self._config.enable_chunked_prefill:
+            request.wait_cause = "its whole prompt does not fit this step's token budget"
+            return Admission(Verdict.STOP)
+        tokens = min(tokens, budget)
+        loaded = request.status is Status.LOADED
+        allocated = self._manager.allocate_slots(
+            request,
+            tokens,
+            hit=hit,
+            full_sequence_must_fit=self._config.full_sequence_must_fit,
+            has_scheduled=bool(running) and not (loaded and self._config.transfer.loaded_skips_watermark),
+        )
+        if allocated is None:
+            request.wait_cause = "its blocks do not fit the free pool"
+            return Admission(Verdict.STOP)
+        return Admission(Verdict.RUN, tokens, local)
+
+    def _may_produce(self, request: Request, running: list[Request]) -> bool:
+        in_flight = sum(self._manager.blocks_for(other.num_prompt) for other in running if other.new.produce)
+        return self._producer.may_prefill(request, in_flight)
+
+    def _reserved(self, running: list[Request], holding: Iterable[Request]) -> int:
+        """Blocks that prefills and loads under way still need for what is known of their sequences."""
+        under_way = [request for request in running if request.num_computed < request.num_tokens]
+        return sum(
+            max(
+                self._manager.blocks_for(request.num_tokens) - self._manager.num_blocks_of(request.request_id),
+                0,
+            )
+            for request in (*under_way, *holding)
+        )
+
+
+def cap_chunk(tokens: int, config: EngineConfig, *, only_one: bool) -> int:
+    """``tokens`` cut to the long-prefill threshold, which does not bind a request that is alone."""
+    threshold = config.long_prefill_token_threshold
+    return tokens if threshold <= 0 or only_one else min(tokens, threshold)

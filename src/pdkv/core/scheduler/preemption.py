@@ -1,0 +1,14 @@
+"""Who loses its blocks when a running request cannot grow."""
+
+from __future__ import annotations
+
+from pdkv.core.scheduler.queues import priority_key
+from pdkv.core.scheduler.request import Request
+
+
+def choose_victim(running: list[Request], *, priority_scheduling: bool) -> Request:
+    """FCFS: the most recently admitted, which may be the one that asks. Priority: the last by priority, then arrival.
+
+    (spec scheduler section 3.1, step 3b)
+    """
+    return max(running, key=priority_key) if priority_scheduling else running[-1]

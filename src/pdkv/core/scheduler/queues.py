@@ -1,0 +1,108 @@
+"""Waiting requests that hold no blocks, in the order in which they are tried."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
+
+from pdkv.core.scheduler.request import Request
+
+
+class WaitingQueue(Protocol):
+    """What the scheduler needs of a queue."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Request]: ...
+    def append(self, request: Request) -> None:
+        """A new arrival."""
+        ...
+
+    def put_back(self, request: Request) -> None:
+        """A preempted or skipped request: next to be tried, as far as the order allows."""
+        ...
+
+    def head(self) -> Request:
+        """The request to try next."""
+        ...
+
+    def pop(self) -> Request:
+        """Take the head out."""
+        ...
+
+    def remove(self, request: Request) -> None:
+        """Take any request out."""
+        ...
+
+
+class FcfsQueue:
+    """First come, first served; requests put back go to the front."""
+
+    def __init__(self) -> None:
+        self._requests: deque[Request] = deque()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def append(self, request: Request) -> None:
+        """A new arrival: last."""
+        self._requests.append(request)
+
+    def put_back(self, request: Request) -> None:
+        """First."""
+        self._requests.appendleft(request)
+
+    def head(self) -> Request:
+        """The first."""
+        return self._requests[0]
+
+    def pop(self) -> Request:
+        """Take the first out."""
+        return self._requests.popleft()
+
+    def remove(self, request: Request) -> None:
+        """Take any request out."""
+        self._requests.remove(request)
+
+
+def priority_key(request: Request) -> tuple[int, int, int]:
+    """Smaller is served first and preempted last: priority, then arrival (spec scheduler section 9)."""
+    return request.new.priority, request.arrival_ns, request.sequence
+
+
+class PriorityQueue:
+    """Smallest `priority_key` first; a request put back stands where its key says, so it may be overtaken."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int, int], Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, request in sorted(self._heap, key=lambda entry: entry[0]))
+
+    def append(self, request: Request) -> None:
+        """A new arrival."""
+        heapq.heappush(self._heap, (priority_key(request), request))
+
+    def put_back(self, request: Request) -> None:
+        """Where its key says."""
+        self.append(request)
+
+    def head(self) -> Request:
+        """The smallest key."""
+        return self._heap[0][1]
+
+    def pop(self) -> Request:
+        """Take the smallest key out."""
+        return heapq.heappop(self._heap)[1]
+
+    def remove(self, request: Request) -> None:
+        """Take any request out."""
+        self._heap = [entry for entry in self._heap if entry[1] is not request]
+        heapq.heapify(self._heap)

@@ -1,0 +1,107 @@
+"""A request inside the engine: its tokens, how far its KV goes, and the one table of legal state changes."""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+from pdkv.core.blocks.hashing import HashFunction, extend_hashes
+from pdkv.core.ports import FinishReason, Int32Array, NewRequest, RemoteSource
+
+
+class Status(enum.Enum):
+    """Where a request is (spec scheduler section 2)."""
+
+    WAITING = enum.auto()
+    LOADING = enum.auto()  # WAITING_FOR_REMOTE_KVS: blocks held, KV in flight
+    LOADED = enum.auto()  # KV arrived; waits for a running slot with its blocks held
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED = enum.auto()
+
+
+LEGAL: dict[Status, frozenset[Status]] = {
+    Status.WAITING: frozenset({Status.LOADING, Status.RUNNING, Status.FINISHED}),
+    Status.LOADING: frozenset({Status.LOADED, Status.WAITING, Status.FINISHED}),
+    Status.LOADED: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.RUNNING: frozenset({Status.PREEMPTED, Status.FINISHED}),
+    Status.PREEMPTED: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.FINISHED: frozenset(),
+}
+
+
+class Request:
+    """A request's tokens and progress.
+
+    ``num_computed`` counts tokens whose KV is written or will be by a plan already handed out; ``placeholders`` counts
+    tokens that outstanding plans will sample; ``last_step`` is the newest plan that uses its blocks.
+    """
+
+    def __init__(self, new: NewRequest, *, arrival_ns: int, sequence: int, block_size: int) -> None:
+        self.new = new
+        self.request_id = new.request_id
+        self.arrival_ns = arrival_ns
+        self.sequence = sequence
+        self.status = Status.WAITING
+        self.num_prompt = len(new.prompt)
+        self._tokens = np.zeros(self.num_prompt + 16, dtype=np.int32)
+        self._tokens[: self.num_prompt] = new.prompt
+        self.num_tokens = self.num_prompt
+        self.num_computed = 0
+        self.placeholders = 0
+        self.last_step: int | None = None
+        self.num_preemptions = 0
+        self.cached_tokens = 0
+        self.hashes: list[bytes] = []
+        self.source: RemoteSource | None = new.source
+        self.wait_cause = "queued"
+        self._block_size = block_size
+
+    @property
+    def tokens(self) -> Int32Array:
+        """int32[num_tokens]: prompt and output; a view, valid until the next append."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens sampled so far."""
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def resumed(self) -> bool:
+        """Was preempted and not admitted again since."""
+        return self.status is Status.PREEMPTED
+
+    def move_to(self, status: Status) -> None:
+        """Change state; an illegal change is our own bug."""
+        assert status in LEGAL[self.status], f"{self.request_id}: {self.status.name} -> {status.name} is not legal"
+        self.status = status
+
+    def append(self, tokens: Int32Array) -> None:
+        """Add sampled tokens."""
+        end = self.num_tokens + len(tokens)
+        if end > len(self._tokens):
+            grown = np.zeros(2 * end, dtype=np.int32)
+            grown[: self.num_tokens] = self.tokens
+            self._tokens = grown
+        self._tokens[self.num_tokens : end] = tokens
+        self.num_tokens = end
+
+    def extend_hashes(self, function: HashFunction) -> None:
+        """Hash the blocks that have become full since the last call."""
+        if self.num_tokens // self._block_size > len(self.hashes):
+            extend_hashes(self.hashes, self.tokens, self._block_size, function, self.new.cache_salt)
+
+    def ended_by(self, token: int, max_model_len: int) -> FinishReason | None:
+        """Whether the request ends with ``token``, just appended, as its last one."""
+        if self.num_outputs >= self.new.min_tokens and token in self.new.stop_token_ids:
+            return FinishReason.STOP
+        if self.num_outputs >= self.new.max_tokens or self.num_tokens >= max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def tokens_left(self, max_model_len: int) -> int:
+        """Tokens until the length limit ends it, those being sampled counted as there."""
+        known = self.num_tokens + self.placeholders
+        return min(self.num_prompt + self.new.max_tokens, max_model_len) - known

@@ -1,0 +1,293 @@
+"""One step: running requests first, then waiting ones (spec scheduler section 3)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from pdkv.core.blocks.hashing import HashFunction
+from pdkv.core.blocks.manager import KVCacheManager
+from pdkv.core.config import EngineConfig
+from pdkv.core.journal import Journal
+from pdkv.core.ledger import Account
+from pdkv.core.ports import Admitted, Finished, FinishReason, Int32Array, LeaseGrant, Preempted, TokenSampled
+from pdkv.core.scheduler.admission import Admission, Admitter, Verdict, cap_chunk
+from pdkv.core.scheduler.preemption import choose_victim
+from pdkv.core.scheduler.queues import FcfsQueue, PriorityQueue, WaitingQueue
+from pdkv.core.scheduler.request import Request, Status
+from pdkv.core.transfer.consumer import Consumer
+from pdkv.core.transfer.producer import Producer
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request's share of a plan: ``tokens`` tokens from ``start`` on; ``samples`` when they reach the end."""
+
+    request: Request
+    start: int
+    tokens: int
+    samples: bool
+
+
+class Scheduler:
+    """Owns the queues and the order of things; blocks belong to the manager, transfers to producer and consumer."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        manager: KVCacheManager,
+        producer: Producer,
+        consumer: Consumer,
+        journal: Journal,
+        hash_function: HashFunction,
+    ) -> None:
+        self._config = config
+        self._manager = manager
+        self._producer = producer
+        self._consumer = consumer
+        self._journal = journal
+        self._hash = hash_function
+        self._admitter = Admitter(config, manager, producer, consumer)
+        self.running: list[Request] = []
+        self.waiting: WaitingQueue = PriorityQueue() if config.priority_scheduling else FcfsQueue()
+        self.holding: deque[Request] = deque()  # waiting with blocks held (loading, loaded): always tried first
+        self.completed_step = -1
+        self.admission_blocked = False  # the last step ended at a request that does not fit
+        self._deferred: deque[tuple[int, str]] = deque()  # (fence step, owner key)
+
+    # --------------------------------------------------------------------------------------------------- one step
+
+    def add(self, request: Request) -> None:
+        """A new arrival."""
+        if self._manager.pool.enable_caching:
+            request.extend_hashes(self._hash)
+        self._consumer.arrive(request)
+        self.waiting.append(request)
+
+    def schedule(self, step_id: int) -> list[Row]:
+        """Rows of plan ``step_id``, in vLLM's order; their blocks are allocated."""
+        chosen: dict[Request, int] = {}
+        budget, preempted = self._schedule_running(chosen, self._config.max_num_batched_tokens)
+        self.admission_blocked = False
+        if not preempted:
+            self._schedule_waiting(chosen, budget)
+        return [self._commit(request, tokens, step_id) for request, tokens in chosen.items()]
+
+    def _schedule_running(self, chosen: dict[Request, int], budget: int) -> tuple[int, bool]:
+        index, any_preempted = 0, False
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            tokens = min(self._wanted_tokens(request), budget)
+            if tokens <= 0:
+                index += 1
+                continue
+            fits = True
+            while self._manager.allocate_slots(request, tokens) is None:
+                victim = choose_victim(self.running, priority_scheduling=self._config.priority_scheduling)
+                if self._in_flight(victim):
+                    return budget, any_preempted  # its blocks cannot come back now: stall a step instead
+                at = self.running.index(victim)
+                budget += chosen.get(victim, 0)
+                self._preempt(victim, was_chosen=chosen.pop(victim, None) is not None)
+                any_preempted = True
+                if at < index:
+                    index -= 1
+                if victim is request:
+                    fits = False
+                    break
+            if not fits:
+                break
+            chosen[request] = tokens
+            budget -= tokens
+            index += 1
+        return budget, any_preempted
+
+    def _wanted_tokens(self, request: Request) -> int:
+        """Tokens the request could compute now, capped by threshold and model length (not by the budget)."""
+        if request.placeholders and (request.new.produce or request.tokens_left(self._config.max_model_len) <= 0):
+            return 0
+        tokens = request.num_tokens + request.placeholders - request.num_computed
+        tokens = cap_chunk(tokens, self._config, only_one=len(self.running) == 1 and not self.waiting)
+        return min(tokens, self._config.max_model_len - 1 - request.num_computed)
+
+    def _schedule_waiting(self, chosen: dict[Request, int], budget: int) -> None:
+        skipped_holding: list[Request] = []
+        skipped_waiting: list[Request] = []
+        while budget > 0 and (self.holding or self.waiting):
+            if len(self.running) >= self._config.max_num_seqs:
+                break
+            from_holding = bool(self.holding)
+            request = self.holding[0] if from_holding else self.waiting.head()
+            if request.status is Status.LOADING:
+                skipped_holding.append(self.holding.popleft())
+                continue
+            if request.status is Status.LOADED:
+                self._settle_loaded(request)
+            admission = self._admitter.admit(request, budget, self.running, (*self.holding, *skipped_holding))
+            if admission.verdict is Verdict.STOP:
+                self.admission_blocked = True
+                break
+            _ = self.holding.popleft() if from_holding else self.waiting.pop()
+            if admission.verdict is Verdict.SKIP:
+                skipped_waiting.append(request)
+            elif admission.verdict is Verdict.LOAD:
+                self._start_load(request, admission)
+                skipped_holding.append(request)
+            else:
+                self._start_running(request, admission)
+                chosen[request] = admission.tokens
+                budget -= admission.tokens
+        self.holding.extendleft(reversed(skipped_holding))
+        for request in reversed(skipped_waiting):
+            self.waiting.put_back(request)
+
+    def _settle_loaded(self, request: Request) -> None:
+        """Loaded blocks can be hit from now on; the last known token is recomputed, to sample from it."""
+        self._manager.cache_blocks(request, request.num_computed)
+        if request.num_computed == request.num_tokens:
+            request.num_computed -= 1
+
+    def _start_load(self, request: Request, admission: Admission) -> None:
+        request.num_computed = admission.local_tokens + admission.external_tokens
+        request.move_to(Status.LOADING)
+        self._emit_admitted(request, admission)
+        self._consumer.begin(request, admission.local_tokens // self._config.block_size, admission.external_tokens)
+
+    def _start_running(self, request: Request, admission: Admission) -> None:
+        request.num_computed += admission.local_tokens
+        if request.status is not Status.LOADED:
+            self._emit_admitted(request, admission)
+            self._consumer.forget(request)
+        else:
+            self._manager.move(request.request_id, Account.RUNNING, "running")
+        request.move_to(Status.RUNNING)
+        self.running.append(request)
+
+    def _emit_admitted(self, request: Request, admission: Admission) -> None:
+        if not request.resumed:
+            cached_by_producer = request.source.cached_tokens if request.source and admission.external_tokens else 0
+            request.cached_tokens = max(admission.local_tokens, cached_by_producer)
+        self._journal.emit(
+            Admitted(
+                request_id=request.request_id,
+                at_ns=self._journal.now_ns,
+                prompt_tokens=request.num_prompt,
+                local_tokens=admission.local_tokens,
+                external_tokens=admission.external_tokens,
+                resumed=request.resumed,
+            )
+        )
+
+    def _commit(self, request: Request, tokens: int, step_id: int) -> Row:
+        start = request.num_computed
+        request.num_computed += tokens
+        request.last_step = step_id
+        samples = request.num_computed >= request.num_tokens + request.placeholders
+        request.placeholders += samples
+        return Row(request, start, tokens, samples)
+
+    # -------------------------------------------------------------------------------------------- after the step
+
+    def complete(self, step_id: int, rows: list[Row], tokens: Int32Array) -> None:
+        """The plan has run: its fences pass, its tokens join their requests, and some of those end."""
+        self.completed_step = step_id
+        while self._deferred and self._deferred[0][0] <= step_id:
+            self._manager.release(self._deferred.popleft()[1])
+        for index, row in enumerate(rows):
+            request = row.request
+            if not row.samples or request.status is Status.FINISHED:
+                continue
+            request.placeholders -= 1
+            self._append(request, tokens[index : index + 1])
+            reason = request.ended_by(int(tokens[index]), self._config.max_model_len)
+            if reason is not None:
+                self.finish(request, reason)
+
+    def _append(self, request: Request, token: Int32Array) -> None:
+        request.append(token)
+        self._journal.emit(TokenSampled(request_id=request.request_id, at_ns=self._journal.now_ns, token=int(token[0])))
+        if self._manager.pool.enable_caching:
+            request.extend_hashes(self._hash)
+            if self._config.max_outstanding_plans > 1:  # blocks that a plan filled before their tokens were known
+                self._manager.cache_blocks(request, min(request.num_computed, request.num_tokens))
+
+    # ------------------------------------------------------------------------------------------------ ways out
+
+    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End a request in whatever state it is; every block it held goes to its next account."""
+        lease: LeaseGrant | None = None
+        status = request.status
+        if status is Status.RUNNING:
+            self.running.remove(request)
+        elif status in (Status.LOADING, Status.LOADED):
+            self.holding.remove(request)
+        else:
+            self.waiting.remove(request)
+        if status is Status.LOADING and self._consumer.is_loading(request):
+            self._consumer.abandon(request, f"request ended ({reason.value}) while loading")
+        elif self._keeps_kv(request, reason) and status is Status.RUNNING and self._producer.has_slot:
+            lease = self._producer.grant(request)
+        else:
+            self._let_go(request)
+        self._consumer.forget(request)
+        request.move_to(Status.FINISHED)
+        self._journal.emit(
+            Finished(
+                request_id=request.request_id,
+                at_ns=self._journal.now_ns,
+                reason=reason,
+                prompt_tokens=request.num_prompt,
+                output_tokens=request.num_outputs,
+                cached_tokens=request.cached_tokens,
+                error=error,
+                lease=lease,
+            )
+        )
+
+    @staticmethod
+    def _keeps_kv(request: Request, reason: FinishReason) -> bool:
+        return request.new.produce and reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+    def load_ended(self, request: Request, failure: str | None) -> None:
+        """A load is over: the request may run, starts afresh without it, or ends with the failure (by policy)."""
+        if failure is None:
+            request.move_to(Status.LOADED)
+            request.wait_cause = "loaded; waiting for a running slot"
+        elif self._config.transfer.load_failure == "fail":
+            self.finish(request, FinishReason.ERROR, f"KV transfer failed: {failure}")
+        else:
+            self.holding.remove(request)
+            self._manager.release(request.request_id)
+            request.num_computed = 0
+            request.move_to(Status.WAITING)
+            request.wait_cause = f"KV transfer failed ({failure}); to be computed here"
+            self.waiting.put_back(request)
+
+    def _preempt(self, victim: Request, *, was_chosen: bool) -> None:
+        """Take all blocks away; the request is computed again later, as far as its blocks cannot be hit."""
+        self.running.remove(victim)
+        if was_chosen:
+            self._manager.forget_from(victim, victim.num_computed)
+        self._manager.release(victim.request_id)
+        victim.move_to(Status.PREEMPTED)
+        victim.wait_cause = "preempted: its blocks went to another request"
+        self._journal.emit(
+            Preempted(request_id=victim.request_id, at_ns=self._journal.now_ns, lost_tokens=victim.num_computed)
+        )
+        victim.num_computed = 0
+        victim.num_preemptions += 1
+        self.waiting.put_back(victim)
+
+    def _let_go(self, request: Request) -> None:
+        """Free the blocks, now or once the last plan that uses them has run."""
+        if not self._in_flight(request):
+            self._manager.release(request.request_id)
+        elif self._manager.num_blocks_of(request.request_id):
+            assert request.last_step is not None
+            key = f"deferred:{request.request_id}:{request.sequence}"
+            self._manager.rename(request.request_id, key)
+            self._manager.move(key, Account.DEFERRED, f"freed; plan {request.last_step} may still use it")
+            self._deferred.append((request.last_step, key))
+
+    def _in_flight(self, request: Request) -> bool:
+        return request.last_step is not None and request.last_step > self.completed_step

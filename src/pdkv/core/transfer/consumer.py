@@ -1,0 +1,294 @@
+"""D's side: KV that is still on a producer, on its way, or given up (design 3, 3.1, 3.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdkv.core.blocks.manager import KVCacheManager
+from pdkv.core.config import EngineConfig
+from pdkv.core.journal import Journal
+from pdkv.core.ledger import Account
+from pdkv.core.ports import (
+    Done,
+    Fenced,
+    Int32Array,
+    Keepalive,
+    LoadFailed,
+    LoadFinished,
+    LoadStarted,
+    Peer,
+    PostRead,
+    Quarantined,
+    ReadEnded,
+    RemoteSource,
+    SendMessage,
+)
+from pdkv.core.scheduler.request import Request
+
+
+@dataclass(slots=True)
+class Load:
+    """One READ in flight: block i of ``remote`` goes to block i of ``local``."""
+
+    request: Request
+    source: RemoteSource
+    handle: int
+    first: int  # blocks the request held already: the prefix hit
+    remote: Int32Array
+    local: Int32Array
+    deadline_ns: int
+
+
+@dataclass(slots=True)
+class GivenUp:
+    """A READ nobody waits for any more, whose handle has not ended: its blocks are in quarantine."""
+
+    request_id: str
+    blocks: int
+    deadline_ns: int
+
+    def key(self, handle: int) -> str:
+        """Owner of the blocks in the manager."""
+        return f"read:{handle}"
+
+
+class Consumer:
+    """Which leases to keep alive, which READs are out, and when blocks that a READ may touch are safe again."""
+
+    def __init__(self, config: EngineConfig, engine_id: str, manager: KVCacheManager, journal: Journal) -> None:
+        self._config = config
+        self._engine_id = engine_id
+        self._manager = manager
+        self._journal = journal
+        self._wanted: dict[str, RemoteSource] = {}  # by request id: to be kept alive
+        self._loads: dict[int, Load] = {}
+        self._given_up: dict[int, GivenUp] = {}
+        self._next_handle = 1
+        self._restart_pending = False
+        self._reads: list[PostRead] = []
+        self._cancels: list[int] = []
+        self._messages: list[SendMessage] = []
+        self._restart = False
+
+    # ------------------------------------------------------------------------------------- before anything is read
+
+    def arrive(self, request: Request) -> None:
+        """Keep the lease alive from now on, long before a block is allocated."""
+        if request.source is not None:
+            self._wanted[request.request_id] = request.source
+
+    def forget(self, request: Request) -> None:
+        """The producer's copy is not needed (any more): say so and stop the heartbeats."""
+        source = self._wanted.pop(request.request_id, None)
+        request.source = None
+        if source is not None:
+            self.decline(source)
+
+    def decline(self, source: RemoteSource) -> None:
+        """Tell the producer that its copy is not needed."""
+        self._messages.append(SendMessage(source.peer, Done(source.token, self._engine_id)))
+
+    def external_tokens(self, request: Request, local_tokens: int) -> int:
+        """Tokens the producer can supply beyond the local hit; 0 when there is nothing (left) to load."""
+        if request.source is None:
+            return 0
+        return max(request.source.num_tokens - local_tokens, 0)
+
+    def shares_with(self, request: Request, local_blocks: int) -> str | None:
+        """Id of a request whose load in flight brings this one's next block too (it then waits, `strict`)."""
+        if not self._config.transfer.share_loads or not self._manager.pool.enable_caching:
+            return None
+        if local_blocks >= len(request.hashes):
+            return None
+        wanted = request.hashes[local_blocks]
+        for load in self._loads.values():
+            full = load.source.num_tokens // self._config.block_size
+            if load.first <= local_blocks < full and load.request.hashes[local_blocks] == wanted:
+                return load.request.request_id
+        return None
+
+    # ------------------------------------------------------------------------------------------------- the read
+
+    def begin(self, request: Request, local_blocks: int, tokens: int) -> None:
+        """Post the READ of everything behind the first ``local_blocks`` blocks, which the request holds already."""
+        source = request.source
+        assert source is not None
+        remote = np.asarray(source.block_ids[local_blocks:], dtype=np.int32)
+        local = self._manager.blocks_of(request.request_id)[local_blocks : local_blocks + len(remote)].copy()
+        deadline_ns = self._journal.now_ns + self._config.kv_load_timeout_ns
+        load = Load(request, source, self._new_handle(), local_blocks, remote, local, deadline_ns)
+        self._loads[load.handle] = load
+        shown = deadline_ns if self._config.transfer.bounded_waits else None
+        self._manager.move(request.request_id, Account.LOADING, f"reading from {source.peer.engine_id}", shown)
+        self._post(load)
+        self._journal.emit(
+            LoadStarted(
+                request_id=request.request_id,
+                at_ns=self._journal.now_ns,
+                handle=load.handle,
+                blocks=len(local),
+                tokens=tokens,
+            )
+        )
+
+    def on_read_ended(self, report: ReadEnded) -> tuple[Request, str | None] | None:
+        """What a handle's end means: (request, None) loaded, (request, cause) failed, or ``None``: a fence passed."""
+        if report.handle in self._given_up:
+            self._fence(report.handle)
+            return None
+        load = self._loads.pop(report.handle, None)
+        if load is None:
+            return None
+        cause = self._judge(load, report)
+        self.forget(load.request)
+        if cause is not None:
+            self._fail(load, cause)
+            return load.request, cause
+        self._journal.emit(
+            LoadFinished(
+                request_id=load.request.request_id,
+                at_ns=self._journal.now_ns,
+                handle=load.handle,
+                blocks=len(load.local),
+                moved_bytes=report.moved_bytes,
+                seconds=report.seconds,
+            )
+        )
+        self._manager.move(load.request.request_id, Account.LOADED_WAITING, "loaded; waiting for a running slot")
+        return load.request, None
+
+    def abandon(self, request: Request, cause: str) -> None:
+        """Nobody waits for this load any more: its blocks stay in quarantine until the handle ends or is fenced."""
+        load = next(load for load in self._loads.values() if load.request is request)
+        del self._loads[load.handle]
+        self.forget(request)
+        self._fail(load, cause)
+        given_up = GivenUp(request.request_id, len(load.local), self._journal.now_ns + self._config.fence_timeout_ns)
+        self._given_up[load.handle] = given_up
+        key = given_up.key(load.handle)
+        self._manager.release_head(request.request_id, load.first)
+        self._manager.rename(request.request_id, key)
+        shown = given_up.deadline_ns if self._config.transfer.bounded_waits else None
+        self._manager.move(key, Account.QUARANTINE, f"{cause}; its READ may still write", shown)
+        self._cancels.append(load.handle)
+        self._journal.emit(
+            Quarantined(
+                request_id=request.request_id,
+                at_ns=self._journal.now_ns,
+                handle=load.handle,
+                blocks=given_up.blocks,
+                cause=cause,
+            )
+        )
+
+    def is_loading(self, request: Request) -> bool:
+        """Whether a READ for this request is out."""
+        return any(load.request is request for load in self._loads.values())
+
+    def on_mover_restarted(self, handles: tuple[int, ...]) -> None:
+        """``handles`` are fenced; loads still wanted are posted again under new handles."""
+        self._restart_pending = False
+        for handle in handles:
+            if handle in self._given_up:
+                self._fence(handle)
+            elif handle in self._loads:
+                load = self._loads.pop(handle)
+                load.handle = self._new_handle()
+                self._loads[load.handle] = load
+                self._post(load)
+
+    # ------------------------------------------------------------------------------------------------- deadlines
+
+    def overdue(self) -> list[Request]:
+        """Requests whose load has outlived its deadline."""
+        if not self._config.transfer.bounded_waits:
+            return []
+        return [load.request for load in self._loads.values() if load.deadline_ns <= self._journal.now_ns]
+
+    def sweep(self) -> None:
+        """Order a new mover once a given-up READ has not ended within the fence time: the last fence (design 3.2)."""
+        if not self._config.transfer.bounded_waits or self._restart_pending:
+            return
+        if any(given_up.deadline_ns <= self._journal.now_ns for given_up in self._given_up.values()):
+            self._restart = self._restart_pending = True
+
+    def next_deadline_ns(self) -> int | None:
+        """When a load or a fence runs out next."""
+        if not self._config.transfer.bounded_waits:
+            return None
+        times = [load.deadline_ns for load in self._loads.values()]
+        if not self._restart_pending:
+            times += [given_up.deadline_ns for given_up in self._given_up.values()]
+        return min(times, default=None)
+
+    # ------------------------------------------------------------------------------------------------- the outbox
+
+    def take_reads(self) -> tuple[PostRead, ...]:
+        """READs to post, once."""
+        reads, self._reads = tuple(self._reads), []
+        return reads
+
+    def take_cancels(self) -> tuple[int, ...]:
+        """Handles to post no further slice of, once."""
+        cancels, self._cancels = tuple(self._cancels), []
+        return cancels
+
+    def take_messages(self) -> tuple[SendMessage, ...]:
+        """Messages to send, once."""
+        messages, self._messages = tuple(self._messages), []
+        return messages
+
+    def take_restart(self) -> bool:
+        """Whether the mover must be killed and started again now, once."""
+        restart, self._restart = self._restart, False
+        return restart
+
+    def keepalives(self) -> tuple[Keepalive, ...]:
+        """Leases to renew, by peer: every request from its arrival until its READ has ended."""
+        by_peer: dict[Peer, list[bytes]] = {}
+        for source in self._wanted.values():
+            by_peer.setdefault(source.peer, []).append(source.token)
+        return tuple(Keepalive(peer, tuple(tokens)) for peer, tokens in by_peer.items())
+
+    @property
+    def busy(self) -> bool:
+        """Whether any transfer or fence is outstanding."""
+        return bool(self._loads or self._given_up or self._wanted)
+
+    # ---------------------------------------------------------------------------------------------------- helpers
+
+    def _judge(self, load: Load, report: ReadEnded) -> str | None:
+        if report.slot is None:
+            return report.error or "the transfer failed"
+        if report.slot != (load.source.nonce, load.source.lease_id):
+            return (
+                f"the lease ended before the data had arrived (slot {load.source.slot} holds lease {report.slot[1]}, "
+                f"not {load.source.lease_id}); raise --kv-lease-duration on the prefill instance if this repeats"
+            )
+        return None
+
+    def _fail(self, load: Load, cause: str) -> None:
+        self._journal.emit(
+            LoadFailed(request_id=load.request.request_id, at_ns=self._journal.now_ns, handle=load.handle, cause=cause)
+        )
+
+    def _fence(self, handle: int) -> None:
+        given_up = self._given_up.pop(handle)
+        self._manager.release(given_up.key(handle))
+        self._journal.emit(
+            Fenced(
+                request_id=given_up.request_id,
+                at_ns=self._journal.now_ns,
+                handle=handle,
+                blocks=given_up.blocks,
+            )
+        )
+
+    def _post(self, load: Load) -> None:
+        self._reads.append(PostRead(load.handle, load.source, load.remote.copy(), load.local.copy()))
+
+    def _new_handle(self) -> int:
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        return handle

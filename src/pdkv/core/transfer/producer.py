@@ -1,0 +1,136 @@
+"""P's side: finished prefills kept under a lease until a consumer is done or the lease runs out (design 3.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdkv.core.blocks.manager import KVCacheManager
+from pdkv.core.config import EngineConfig
+from pdkv.core.journal import Journal
+from pdkv.core.ledger import Account
+from pdkv.core.ports import Done, Heartbeat, LeaseGrant, LeaseGranted, LeaseReleased, LeaseRenewed
+from pdkv.core.scheduler.request import Request
+from pdkv.core.transfer.lease import LeaseSlots
+
+
+@dataclass(slots=True)
+class Lease:
+    """One grant: whose KV, which slot, until when."""
+
+    request_id: str
+    lease_id: int
+    slot: int
+    token: bytes
+    blocks: int
+    deadline_ns: int
+
+    @property
+    def key(self) -> str:
+        """Owner of the blocks in the manager."""
+        return f"lease:{self.lease_id}"
+
+
+class Producer:
+    """Grants, renews and releases leases. `_release` is the only way a lease ends: slot first, then blocks."""
+
+    def __init__(self, config: EngineConfig, manager: KVCacheManager, slots: LeaseSlots, journal: Journal) -> None:
+        self._config = config
+        self._manager = manager
+        self._slots = slots
+        self._journal = journal
+        self._by_token: dict[bytes, Lease] = {}
+        self.leased_blocks = 0  # shared blocks counted once per lease: what peers have asked to keep
+
+    def may_prefill(self, request: Request, in_flight_blocks: int) -> bool:
+        """Whether one more prompt may be computed for a peer without pinning more than the allowed share.
+
+        A prompt larger than the whole share is let in when nothing else is leased, so none waits for ever.
+        """
+        pinned = self.leased_blocks + in_flight_blocks
+        limit = int(self._config.max_leased_fraction * (self._config.num_blocks - 1))
+        needed = self._manager.blocks_for(request.num_prompt)
+        return self._slots.num_free > 0 and (pinned == 0 or pinned + needed <= limit)
+
+    def grant(self, request: Request) -> LeaseGrant:
+        """Keep the prompt's blocks for a consumer; the request's other blocks go back. Needs a free slot."""
+        computed = min(request.num_computed, request.num_tokens - 1)  # the last token was only sampled
+        self._manager.trim(request.request_id, self._manager.blocks_for(computed))
+        block_ids = tuple(self._manager.blocks_of(request.request_id).tolist())
+        slot, lease_id, token = self._slots.grant(block_ids, computed)
+        deadline_ns = self._journal.now_ns + self._config.lease_ns
+        lease = Lease(request.request_id, lease_id, slot, token, len(block_ids), deadline_ns)
+        self._by_token[token] = lease
+        self.leased_blocks += lease.blocks
+        self._manager.rename(request.request_id, lease.key)
+        self._manager.move(lease.key, Account.RETAINED, "leased to a consumer", deadline_ns)
+        self._journal.emit(
+            LeaseGranted(
+                request_id=request.request_id,
+                at_ns=self._journal.now_ns,
+                lease_id=lease_id,
+                blocks=lease.blocks,
+                deadline_ns=deadline_ns,
+            )
+        )
+        return LeaseGrant(
+            block_ids=block_ids,
+            num_tokens=computed,
+            slot=slot,
+            nonce=self._slots.nonce,
+            lease_id=lease_id,
+            token=token,
+            cached_tokens=request.cached_tokens,
+        )
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether a lease can be granted now."""
+        return self._slots.num_free > 0
+
+    def on_heartbeat(self, message: Heartbeat, received_ns: int) -> None:
+        """Move deadlines to max(old, arrival + lease * 2 // 3); unknown tokens are ignored."""
+        for token in message.tokens:
+            lease = self._by_token.get(token)
+            deadline_ns = received_ns + self._config.lease_extension_ns
+            if lease is None or deadline_ns <= lease.deadline_ns:
+                continue
+            lease.deadline_ns = deadline_ns
+            self._manager.set_deadline(lease.key, deadline_ns)
+            self._journal.emit(
+                LeaseRenewed(
+                    request_id=lease.request_id,
+                    at_ns=self._journal.now_ns,
+                    lease_id=lease.lease_id,
+                    deadline_ns=deadline_ns,
+                )
+            )
+
+    def on_done(self, message: Done) -> None:
+        """The consumer has read, or never will; a doubled or unknown message is ignored."""
+        lease = self._by_token.get(message.token)
+        if lease is not None:
+            self._release(lease, expired=False)
+
+    def sweep(self) -> None:
+        """Let every lease go whose deadline has passed."""
+        for lease in [lease for lease in self._by_token.values() if lease.deadline_ns <= self._journal.now_ns]:
+            self._release(lease, expired=True)
+
+    def next_deadline_ns(self) -> int | None:
+        """When the next lease runs out."""
+        return min((lease.deadline_ns for lease in self._by_token.values()), default=None)
+
+    def _release(self, lease: Lease, *, expired: bool) -> None:
+        self._slots.clear(lease.slot)
+        del self._by_token[lease.token]
+        self.leased_blocks -= lease.blocks
+        blocks = self._manager.release(lease.key)
+        self._journal.emit(
+            LeaseReleased(
+                request_id=lease.request_id,
+                at_ns=self._journal.now_ns,
+                lease_id=lease.lease_id,
+                blocks=blocks,
+                expired=expired,
+            )
+        )
