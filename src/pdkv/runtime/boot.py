@@ -1,0 +1,288 @@
+"""Start-up of one instance: weights, memory profile, pool, engine, side channel, in the order in which vLLM goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from pdkv import __version__
+from pdkv.core.config import TRANSFER_POLICIES, EngineConfig, TransferPolicy
+from pdkv.core.engine import Engine, Identity
+from pdkv.core.ports import Event
+from pdkv.errors import ConfigError
+from pdkv.layout.capacity import Capacity, size_pool
+from pdkv.layout.dtypes import resolve_kv_dtype
+from pdkv.layout.groups import RankLayout, group_layers
+from pdkv.models.spec import LayerKind, LayerSpec
+from pdkv.runtime.control import Control, TransferMemory
+from pdkv.runtime.doorkeeper import Identity as PeerIdentity
+from pdkv.runtime.executor import Executor
+from pdkv.runtime.instance import Instance, InstanceInfo, new_boot_secret, new_engine_id
+from pdkv.runtime.kv_pool import KvPool, SharedMemory
+from pdkv.runtime.models.files import resolve_model
+from pdkv.runtime.models.loader import LoadedModel, load_model
+from pdkv.runtime.profiler import MemoryBaseline, MemoryProfile, ProfileLimits, determine_available_memory
+from pdkv.units import format_bytes, seconds_to_ns
+
+
+class InstanceSettings(Protocol):
+    """What one instance is told (`serve.options.InstanceOptions` has these fields). ``None`` means "not set"."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def max_model_len(self) -> int | Literal["auto"] | None: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def gpu_memory_utilization(self) -> float | None: ...
+    @property
+    def memory_share(self) -> float: ...
+    @property
+    def kv_cache_memory_bytes(self) -> int | None: ...
+    @property
+    def num_gpu_blocks_override(self) -> int | None: ...
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def max_num_batched_tokens(self) -> int: ...
+    @property
+    def enable_prefix_caching(self) -> bool: ...
+    @property
+    def watermark(self) -> float: ...
+    @property
+    def transport(self) -> str: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def kv_load_failure_policy(self) -> str | None: ...
+    @property
+    def kv_load_timeout_s(self) -> float: ...
+    @property
+    def kv_lease_duration_s(self) -> int: ...
+    @property
+    def max_leased_fraction(self) -> float: ...
+    @property
+    def side_channel_port(self) -> int: ...
+    @property
+    def threads(self) -> int | None: ...
+    @property
+    def served_model_name(self) -> str | None: ...
+    @property
+    def debug(self) -> bool: ...
+
+
+Say = Callable[[str], None]
+
+
+def start_instance(
+    settings: InstanceSettings,
+    *,
+    on_events: Callable[[tuple[Event, ...]], None] | None = None,
+    say: Say = lambda line: None,
+) -> Instance:
+    """A running instance. ``say`` gets the start-up log, line by line.
+
+    Raises `ConfigError`, `UnsupportedModel` or `DoesNotFit` with what to change; nothing is left running then.
+    """
+    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+    device = choose_device(settings.device)
+    baseline = MemoryBaseline.take(device)
+    files = resolve_model(settings.model)
+    say(f"loading {settings.model}")
+    model = load_model(files, device, settings.dtype)
+    say(f"loaded {model.name}: {format_bytes(model.weights_bytes)} of weights in {model.dtype} on {model.device}")
+    layout = model_layout(model, settings.block_size)
+    profile, capacity = plan_memory(settings, model, baseline, layout)
+    for line in (*profile.lines(), *capacity_lines(capacity, settings.block_size)):
+        say(line)
+    return _assemble(settings, model, profile, capacity, on_events)
+
+
+def choose_device(device: str) -> str:
+    """``cuda`` for ``auto`` where there is one, else ``cpu``; anything else as it is."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def model_layout(model: LoadedModel, block_size: int) -> RankLayout:
+    """Pages of the loaded model's layers, in the dtype it runs in."""
+    layer = LayerSpec(LayerKind.FULL_ATTENTION, model.kv_heads, model.head_dim, model.head_dim)
+    dtype = resolve_kv_dtype("auto", str(model.dtype).removeprefix("torch."))
+    return group_layers((layer,) * model.num_layers, block_size=block_size, dtype=dtype)
+
+
+def plan_memory(
+    settings: InstanceSettings, model: LoadedModel, baseline: MemoryBaseline, layout: RankLayout
+) -> tuple[MemoryProfile, Capacity]:
+    """How many bytes there are for KV, and what they hold. Raises `DoesNotFit` when not even one request fits."""
+    asked = settings.max_model_len
+    if isinstance(asked, int) and asked > model.max_model_len:
+        raise ConfigError(
+            f"--max-model-len {asked} is more than the {model.max_model_len} positions that {model.name} was made for; "
+            "lower it"
+        )
+    longest = model.max_model_len if asked in (None, "auto") else int(asked)
+    limits = ProfileLimits(
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=longest,
+        block_size=settings.block_size,
+        bytes_per_block=layout.bytes_per_block,
+    )
+    profile = determine_available_memory(
+        model,
+        baseline,
+        limits,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+        share=settings.memory_share,
+    )
+    capacity = size_pool(
+        [layout],
+        [profile.available_kv_bytes],
+        max_model_len=None if asked == "auto" else longest,
+        model_limit=longest,
+        num_blocks_override=settings.num_gpu_blocks_override,
+    )
+    capacity.require_fit()
+    return profile, capacity
+
+
+def capacity_lines(capacity: Capacity, block_size: int) -> list[str]:
+    """What the pool holds, for the start-up log (vLLM's line, then blocks)."""
+    return [
+        f"KV cache size: {capacity.kv_cache_size_tokens:,} tokens, Maximum concurrency for "
+        f"{capacity.max_model_len:,} tokens per request: {capacity.max_concurrency:.2f}x",
+        f"{capacity.num_blocks} blocks of {block_size} tokens ({capacity.usable_blocks} usable, one is the null "
+        f"block), {capacity.bytes_per_block} bytes each",
+    ]
+
+
+def transfer_policy(settings: InstanceSettings) -> TransferPolicy:
+    """The preset of ``--policy``, with its load-failure rule replaced when one was given."""
+    preset = TRANSFER_POLICIES[settings.policy]
+    if settings.kv_load_failure_policy is None:
+        return preset
+    return dataclasses.replace(preset, load_failure=settings.kv_load_failure_policy)
+
+
+def _assemble(
+    settings: InstanceSettings,
+    model: LoadedModel,
+    profile: MemoryProfile,
+    capacity: Capacity,
+    on_events: Callable[[tuple[Event, ...]], None] | None,
+) -> Instance:
+    pool = KvPool.create(
+        capacity.num_blocks,
+        model.num_layers,
+        settings.block_size,
+        model.kv_heads,
+        model.head_dim,
+        model.dtype,
+        str(model.device),
+    )
+    assert pool.bytes_per_block == capacity.bytes_per_block, "layout and pool disagree about a block's bytes"
+    num_slots = max(1024, capacity.num_blocks)
+    slots = SharedMemory(num_slots * 16)
+    slot_array = slots.array(np.dtype("<u8"), (num_slots, 2)).view(np.uint64)
+    engine_id = new_engine_id(settings.role)
+    nonce, secret = new_boot_secret()
+    engine = Engine(
+        engine_config(settings, capacity), Identity(engine_id=engine_id, nonce=nonce, secret=secret), slot_array
+    )
+    if pool.memory is None:
+        raise ConfigError("KV in GPU memory cannot be moved between instances by this version: start with --device cpu")
+    parts: list[Instance] = []  # the control thread is made before the instance that it delivers to
+    control = Control(
+        PeerIdentity(engine_id, nonce, secret, peer_facts(model, settings.block_size)),
+        TransferMemory(pool.memory, pool.bytes_per_block, pool.num_blocks, slots, num_slots),
+        host=settings.host,
+        port=settings.side_channel_port,
+        transport=settings.transport,
+        lease_ns=engine.config.lease_ns,
+        deliver=lambda item: parts[0].deliver(item),
+        last_step_ns=lambda: parts[0].last_step_ns,
+    )
+
+    def give_back() -> None:
+        pool.close()
+        slots.close()
+
+    control_info = InstanceInfo(
+        role=settings.role,
+        engine_id=engine_id,
+        model_name=settings.served_model_name or model.name,
+        num_blocks=capacity.num_blocks,
+        bytes_per_block=capacity.bytes_per_block,
+        block_size=settings.block_size,
+        max_model_len=capacity.max_model_len,
+        transport=control.transport,
+        side_channel_host=settings.host,
+        side_channel_port=settings.side_channel_port,
+        memory_profile=profile,
+    )
+    instance = Instance(
+        engine,
+        Executor(model, pool),
+        control,
+        control_info,
+        on_events=on_events,
+        debug=settings.debug,
+        on_close=give_back,
+    )
+    parts.append(instance)
+    try:
+        control.start()
+    except BaseException:
+        give_back()
+        raise
+    instance.info = dataclasses.replace(control_info, transport=control.transport, side_channel_port=control.port)
+    instance.start()
+    return instance
+
+
+def engine_config(settings: InstanceSettings, capacity: Capacity) -> EngineConfig:
+    """The core's configuration. Raises `ConfigError` for combinations that cannot work."""
+    return EngineConfig(
+        num_blocks=capacity.num_blocks,
+        block_size=settings.block_size,
+        max_model_len=capacity.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        watermark=settings.watermark,
+        transfer=transfer_policy(settings),
+        kv_load_timeout_ns=seconds_to_ns(settings.kv_load_timeout_s),
+        lease_ns=seconds_to_ns(settings.kv_lease_duration_s),
+        max_leased_fraction=settings.max_leased_fraction,
+    )
+
+
+def peer_facts(model: LoadedModel, block_size: int) -> dict[str, str]:
+    """What must be equal on both sides for one to read the other's KV byte for byte."""
+    return {
+        "pdkv version": __version__,
+        "model": model.fingerprint,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv dtype": str(model.dtype).removeprefix("torch."),
+        "layers": str(model.num_layers),
+        "kv heads": str(model.kv_heads),
+        "head dim": str(model.head_dim),
+        "block size": str(block_size),
+    }

@@ -1,0 +1,305 @@
+"""The control thread: handshakes, claims, heartbeats and the mover, none of which may wait for a forward pass.
+
+One thread owns every socket and the mover. The engine only calls `Control.submit`, which queues and returns.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import zmq
+
+from pdkv.core.ports import Done, FromPeer, Heartbeat, InboxItem, Keepalive, Plan
+from pdkv.errors import ConfigError
+from pdkv.runtime.doorkeeper import Doorkeeper, Identity, TransferMemory
+from pdkv.runtime.mover_host import MoverHost
+from pdkv.runtime.peer_link import endpoint
+from pdkv.runtime.reader import Reader
+from pdkv.runtime.transfer_stats import TransferStats
+from pdkv.runtime.wire import MAX_FRAME_BYTES, WIRE_VERSION, BadFrame, Claim, Hello, decode_question, encode
+
+log = logging.getLogger("pdkv.control")
+
+__all__ = ["Control", "Identity", "TransferMemory", "TransferStats", "available_transport"]
+
+_FRAMES_PER_TURN = 64  # one noisy socket must not keep the thread from the others
+_START_TIMEOUT_S = 120.0
+_CLOSE_TIMEOUT_S = 20.0
+_MAX_DEFERRED = 1024  # questions kept while the mover starts
+_POLL_LIMIT_S = 1.0
+
+
+def available_transport(wanted: str) -> str:
+    """``nixl`` or ``shm`` for ``auto``, ``nixl`` or ``shm``. Raises `ConfigError` for NIXL where it has no wheel."""
+    if wanted not in ("auto", "nixl", "shm"):
+        raise ConfigError(f"transport {wanted!r} is not one of auto, nixl, shm")
+    if wanted == "shm":
+        return "shm"
+    if any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl")):
+        return "nixl"
+    if wanted == "nixl":
+        raise ConfigError(
+            "transport nixl was asked for, but no NIXL is installed: pip install nixl-cu12 (or nixl-cu13), "
+            "or use --transport shm on one host"
+        )
+    return "shm"
+
+
+class Control:
+    """Owns the side channel of one instance.
+
+    ``deliver`` is called on the control thread with every `FromPeer`, `ReadEnded` and `MoverRestarted`; it must only
+    queue. ``last_step_ns`` says when the engine last stepped: one that stands still for 60 s stops renewing leases.
+    Both clocks are the instance's own (``now_ns``). ``port`` 0 picks a free one.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        memory: TransferMemory,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        transport: str = "auto",
+        lease_ns: int,
+        deliver: Callable[[InboxItem], None],
+        last_step_ns: Callable[[], int],
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.transport = available_transport(transport)
+        self.host = host
+        self.port = port
+        self._identity = identity
+        self._memory = memory
+        self._fallback = transport == "auto"
+        self._lease_ns = lease_ns
+        self._deliver_raw = deliver
+        self._last_step_ns = last_step_ns
+        self._now_ns = now_ns
+        self._stats = TransferStats()
+        self._mover = MoverHost(memory, self._stats, now_ns)
+        self._submitted: deque[Plan] = deque()
+        self._keepalives: tuple[Keepalive, ...] = ()  # of the plan submitted last
+        self._deferred: list[tuple[bytes, Hello | Claim]] = []
+        self._closing = False
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------------------------------------ other threads
+
+    def start(self) -> None:
+        """Bind, start the mover, and return when peers can be answered.
+
+        Raises `ConfigError` when the port cannot be bound or the transport cannot start, with what to change.
+        """
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="pdkv-control", daemon=True)
+        self._thread.start()
+        try:
+            started.result(_START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, plan: Plan) -> None:
+        """Carry out the plan's transfers and messages. Only queues: never blocks. Called by one thread at a time.
+
+        ``plan.keepalives`` is the whole set of leases to renew, so a plan that only repeats it costs nothing.
+        """
+        changed = plan.keepalives != self._keepalives
+        if changed or plan.reads or plan.cancels or plan.messages or plan.restart_mover:
+            self._keepalives = plan.keepalives
+            self._submitted.append(plan)
+            self._wake()
+
+    def stats(self) -> TransferStats:
+        """Counters since the start (a copy)."""
+        return self._stats.copy()
+
+    @property
+    def mover_pid(self) -> int | None:
+        """Process id of the mover of now; None while there is none."""
+        return self._mover.pid
+
+    def close(self) -> None:
+        """Stop: no read goes on, the mover is gone, all sockets are closed. Unfinished reads are not reported."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._closing = True
+            self._wake()
+            thread.join(_CLOSE_TIMEOUT_S)
+            if thread.is_alive():
+                raise RuntimeError("the control thread does not stop")
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+
+    def _wake(self) -> None:
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
+
+    # ---------------------------------------------------------------------------------------------- the thread's own
+
+    def _run(self, started: Future[None]) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        try:
+            try:
+                router = self._bind(context)
+                self.transport = self._mover.begin(
+                    self.transport, fallback=self._fallback, closing=lambda: self._closing
+                )
+                self._set_up(context, router)
+            except BaseException as error:
+                started.set_exception(error)
+                return
+            started.set_result(None)
+            self._loop(router)
+        finally:
+            self._mover.stop()
+            context.destroy(linger=200)
+
+    def _bind(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+        router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        router.setsockopt(zmq.LINGER, 0)
+        try:
+            router.bind(endpoint(self.host, self.port if self.port else "*"))
+        except (zmq.ZMQError, OverflowError) as error:
+            raise ConfigError(
+                f"the KV side channel cannot listen on {self.host}:{self.port} ({error}): "
+                "stop what uses it, or choose another address with --side-channel-host / --side-channel-port"
+            ) from error
+        self.port = int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        return router
+
+    def _set_up(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes]) -> None:
+        facts = {**self._identity.facts, "wire": WIRE_VERSION, "transport": self.transport}
+        self._doorkeeper = Doorkeeper(
+            identity=self._identity,
+            facts=facts,
+            memory=self._memory,
+            lease_ns=self._lease_ns,
+            describe=self._mover.describe,
+        )
+        self._reader = Reader(
+            context=context,
+            engine_id=self._identity.engine_id,
+            facts=facts,
+            bytes_per_block=self._memory.bytes_per_block,
+            mover=self._mover,
+            stats=self._stats,
+            deliver=self._deliver,
+            beat_ns=self._lease_ns // 6,
+        )
+        self._router = router
+
+    def _loop(self, router: zmq.Socket[bytes]) -> None:
+        while not self._closing:
+            try:
+                self._turn(router)
+            except Exception:
+                # A fault in one message must not end the heartbeats of all others.
+                log.exception("control thread: unexpected error, going on")
+                self._stats.internal_errors += 1
+                time.sleep(0.05)
+
+    def _turn(self, router: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(router, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        links = self._reader.links()
+        for link in links:
+            poller.register(link.socket, zmq.POLLIN)
+            poller.register(link.monitor, zmq.POLLIN)
+        mover_fd = self._mover.fileno()
+        if mover_fd is not None:
+            poller.register(mover_fd, zmq.POLLIN | (zmq.POLLOUT if self._mover.wants_write else 0))
+        ready = dict(poller.poll(self._wait_ms()))
+
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+        if mover_fd in ready:
+            self._mover_turn()
+        while self._submitted:
+            self._reader.take(self._submitted.popleft(), self._now_ns())
+        if router in ready:
+            self._answer_turn(router)
+        for link in links:
+            if link.socket in ready:
+                self._reader.hear(link, _FRAMES_PER_TURN, self._now_ns())
+            if link.monitor in ready and link.connection_lost():
+                self._reader.lost(link)
+        now_ns = self._now_ns()
+        self._mover.tick(now_ns)
+        self._reader.tick(now_ns, engine_alive=now_ns - self._last_step_ns() < 60 * 10**9)
+        self._tell_serving(now_ns)
+
+    def _wait_ms(self) -> int:
+        times = [t for t in (self._reader.next_ns(), self._mover.next_ns()) if t is not None]
+        wait_s = min([_POLL_LIMIT_S, *((t - self._now_ns()) / 1e9 for t in times)])
+        return max(0, int(wait_s * 1000) + (1 if wait_s > 0 else 0))
+
+    def _mover_turn(self) -> None:
+        """Take the mover's reports; a mover that died is replaced (its handles are fenced: they cannot write)."""
+        was_ready = self._mover.ready
+        ended, died = self._mover.receive()
+        for message in ended:
+            self._reader.ended(message, self._now_ns())
+        if died:
+            self._reader.mover_lost()
+        elif self._mover.ready and not was_ready:
+            self._reader.mover_ready(self._now_ns())
+            deferred, self._deferred = self._deferred, []
+            for sender, question in deferred:
+                self._answer(sender, question)
+
+    def _answer_turn(self, router: zmq.Socket[bytes]) -> None:
+        for _ in range(_FRAMES_PER_TURN):
+            try:
+                parts = router.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            try:
+                if len(parts) != 2:
+                    raise BadFrame(f"{len(parts) - 1} parts")
+                question = decode_question(parts[1])
+            except BadFrame as error:
+                self._stats.dropped_frames += 1
+                log.debug("side channel: dropped a frame: %s", error)
+                continue
+            if isinstance(question, (Hello, Claim)) and not self._mover.ready:
+                if len(self._deferred) < _MAX_DEFERRED:
+                    self._deferred.append((parts[0], question))  # what can be read is not known before
+                continue
+            self._answer(parts[0], question)
+
+    def _answer(self, sender: bytes, question: Hello | Claim | Heartbeat | Done) -> None:
+        now_ns = self._now_ns()
+        answer = self._doorkeeper.answer(question, now_ns)
+        self._stats.refusals = self._doorkeeper.refusals
+        if isinstance(answer, (Heartbeat, Done)):
+            self._stats.heartbeats_received += isinstance(answer, Heartbeat)
+            self._deliver(FromPeer(answer, now_ns))
+            return
+        try:
+            self._router.send_multipart([sender, encode(answer)], zmq.DONTWAIT)
+        except (zmq.ZMQError, BadFrame) as error:
+            log.debug("side channel: an answer was not sent: %s", error)
+
+    def _tell_serving(self, now_ns: int) -> None:
+        until_ns = self._doorkeeper.readers_until_ns(now_ns)
+        self._mover.serve_until(until_ns, now_ns)
+
+    def _deliver(self, item: InboxItem) -> None:
+        try:
+            self._deliver_raw(item)
+        except Exception:
+            log.exception("the engine did not take %s", type(item).__name__)
+            self._stats.internal_errors += 1

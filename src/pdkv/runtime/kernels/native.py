@@ -1,0 +1,131 @@
+"""The compiled kernels as Python functions on torch tensors. All of them are for CPU tensors and fp32 arithmetic."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+
+import torch
+
+from pdkv.errors import ConfigError
+from pdkv.runtime.kernels.build import build
+
+log = logging.getLogger("pdkv.kernels")
+
+_MAX_HEAD_DIM = 512  # as in kernels.c
+_MAX_GROUP = 32
+_MAX_VECTOR = 16  # floats; a head's size is a multiple of it, whatever the CPU's own vector is
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+
+class Native:
+    """The loaded library. ``panel_columns`` is how many outputs a packed panel of weights holds."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.panel_columns = int(library.pdkv_panel_columns())
+        self._linear = {torch.float32: library.pdkv_linear_f32, torch.bfloat16: library.pdkv_linear_bf16}
+        for function in self._linear.values():
+            function.argtypes = [_POINTER] * 4 + [_LONG] * 3 + [_INT]
+            function.restype = None
+        self._decode = library.pdkv_decode_attention
+        self._decode.argtypes = (
+            [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT, _LONG, _LONG, _LONG, _POINTER, _LONG]
+            + [_POINTER] * 3
+            + [_LONG, _INT, _INT, _INT, _INT, _FLOAT, _INT]
+        )
+        self._decode.restype = _INT
+
+    def pack(self, weight: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
+        """``weight`` [n, k] as panels [ceil(n / panel_columns), k, panel_columns] of ``storage`` (float32, bfloat16)."""
+        n, k = weight.shape
+        columns = self.panel_columns
+        panels = -(-n // columns)
+        padded = weight.new_zeros(panels * columns, k) if n % columns else weight
+        if n % columns:
+            padded[:n] = weight
+        return padded.view(panels, columns, k).transpose(1, 2).to(storage).contiguous()
+
+    def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, n: int) -> torch.Tensor:
+        """``x`` [rows, k] float32, contiguous, times packed weights of ``n`` outputs, plus ``bias`` [n]: [rows, n]."""
+        rows, k = x.shape
+        out = torch.empty(rows, n, dtype=torch.float32)
+        if rows:
+            self._linear[packed.dtype](
+                x.data_ptr(),
+                packed.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                rows,
+                k,
+                n,
+                torch.get_num_threads(),
+            )
+        return out
+
+    @staticmethod
+    def can_decode(heads: int, kv_heads: int, head_dim: int, pool_dtype: torch.dtype) -> bool:
+        """Whether `decode_attention` serves such heads on such a pool."""
+        return (
+            pool_dtype in (torch.float32, torch.bfloat16)
+            and head_dim % _MAX_VECTOR == 0
+            and head_dim <= _MAX_HEAD_DIM
+            and heads // kv_heads <= _MAX_GROUP
+        )
+
+    def decode_attention(
+        self,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        layer: torch.Tensor,
+        tables: torch.Tensor,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """One new token per row against its paged context, written to ``out[tokens]``.
+
+        ``query`` float32 [T, heads, head_dim] (any strides, last 1), ``out`` the same, contiguous; ``layer``
+        [num_blocks, 2, block_size, kv_heads, head_dim] of float32 or bfloat16, heads and head_dim contiguous.
+        ``tables`` int32[batch, width]; int32[n]: ``rows`` of it, ``tokens`` in the flat batch, context ``lengths``.
+        """
+        _, _, block_size, kv_heads, head_dim = layer.shape
+        block_stride, plane_stride, token_stride, head_stride, _ = layer.stride()
+        base, item = layer.data_ptr(), layer.element_size()
+        status = self._decode(
+            query.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            out.data_ptr(),
+            base,
+            base + plane_stride * item,
+            int(layer.dtype == torch.bfloat16),
+            block_stride,
+            token_stride,
+            head_stride,
+            tables.data_ptr(),
+            tables.stride(0),
+            rows.data_ptr(),
+            tokens.data_ptr(),
+            lengths.data_ptr(),
+            len(rows),
+            query.shape[1],
+            kv_heads,
+            head_dim,
+            block_size,
+            scale,
+            torch.get_num_threads(),
+        )
+        if status != 0:
+            raise MemoryError("no memory for the partial results of decode attention")
+
+
+@functools.cache
+def load() -> Native | None:
+    """The kernels, compiled first when need be; ``None`` (said once in the log) where they cannot be."""
+    try:
+        return Native(ctypes.CDLL(str(build())))
+    except (ConfigError, OSError) as error:
+        log.warning("CPU kernels are not available, decoding will be slower: %s", error)
+        return None

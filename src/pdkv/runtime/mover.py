@@ -1,0 +1,289 @@
+"""The process that moves KV: it alone owns the transport, and killing it is the last fence (design 1, 3.2).
+
+``python -m pdkv.runtime.mover FD PARENT_PID`` talks to the control thread over the inherited socket ``FD``. It imports
+neither torch nor transformers, maps the instance's pool and slots from inherited descriptors, and dies with its parent.
+
+A READ is moved in slices, one at a time per handle, round robin between handles. A handle is reported as ended only
+when nothing of it can touch the destination any more; one that cannot end (its peer is stopped) is not reported at all:
+the core's deadline then has this process killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pdkv.runtime.shared_memory import SharedMemory
+from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, Transport, TransportError, cut_slices
+from pdkv.runtime.wire import (
+    Broken,
+    Cancel,
+    Connect,
+    Ended,
+    Forget,
+    FrameBuffer,
+    Post,
+    Ready,
+    Serve,
+    Start,
+    ToMover,
+    pack,
+    to_mover_decoder,
+)
+
+log = logging.getLogger("pdkv.mover")
+
+_PR_SET_PDEATHSIG = 1
+_SERVING_POLL_S = 0.001  # a peer's read needs our help to set its connection up: at most this late
+_IDLE_POLL_S = 0.2
+# Between two looks at a copy that is under way: (after so many fruitless looks, wait so long). Most are over at once; a
+# stopped peer must not cost us a core.
+_WAITS_S = ((2000, 0.001), (200, 0.0001), (0, 0.0))
+
+
+@dataclass(slots=True)
+class _Read:
+    """One READ. ``copy`` is what is under way now, if anything; ``in_slot`` once that is the lease slot."""
+
+    handle: int
+    peer: str
+    slot: int
+    slices: Iterator[Slice]
+    started_s: float
+    copy: Copy | None = None
+    copy_bytes: int = 0
+    in_slot: bool = False
+    moved_bytes: int = 0
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Peer:
+    num_blocks: int
+    num_slots: int
+    error: str | None = field(default=None)
+
+
+class Mover:
+    """Serves one control socket until it closes. Single-threaded; `run` returns at end of file."""
+
+    def __init__(self, sock: socket.socket, transport: Transport, memory: LocalMemory) -> None:
+        self._sock = sock
+        self._transport = transport
+        self._memory = memory
+        self._frames = FrameBuffer()
+        self._peers: dict[str, _Peer] = {}
+        self._reads: deque[_Read] = deque()
+        self._serve_until_s = 0.0
+        self._quiet_rounds = 0
+        self._offer = transport.offer
+
+    def run(self) -> None:
+        """Work until the control thread closes its end."""
+        self._sock.sendall(pack(Ready(offer=self._offer)))
+        while self._receive(self._wait_s()):
+            moved = self._advance_all()
+            self._quiet_rounds = 0 if moved else self._quiet_rounds + 1
+            self._transport.progress()
+            if self._transport.offer != self._offer:
+                self._offer = self._transport.offer
+                self._sock.sendall(pack(Ready(offer=self._offer)))
+
+    def _wait_s(self) -> float:
+        """How long to wait for a message before looking at the transport again."""
+        if self._reads:
+            return next(wait_s for rounds, wait_s in _WAITS_S if self._quiet_rounds >= rounds)
+        return _SERVING_POLL_S if time.monotonic() < self._serve_until_s else _IDLE_POLL_S
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Take what the control thread sent; False at its end of file."""
+        if not select.select([self._sock], [], [], timeout_s)[0]:
+            return True
+        data = self._sock.recv(1 << 20)
+        if not data:
+            return False
+        for frame in self._frames.feed(data):
+            self._handle(to_mover_decoder.decode(frame))
+        return True
+
+    def _handle(self, message: ToMover) -> None:
+        match message:
+            case Post():
+                self._begin(message)
+            case Cancel():
+                for read in self._reads:
+                    if read.handle == message.handle:
+                        read.cancelled = True
+            case Connect():
+                self._connect(message)
+            case Forget():
+                self._peers.pop(message.peer, None)
+                self._transport.forget(message.peer)
+            case Serve():
+                self._serve_until_s = time.monotonic() + message.for_ns / 1e9
+            case Start():
+                raise AssertionError("a second start")
+
+    def _connect(self, message: Connect) -> None:
+        peer = _Peer(message.memory.num_blocks, message.memory.num_slots)
+        self._peers[message.peer] = peer
+        if message.memory.bytes_per_block != self._memory.bytes_per_block:
+            peer.error = (
+                f"peer {message.peer} has blocks of {message.memory.bytes_per_block} bytes, "
+                f"here they have {self._memory.bytes_per_block}"
+            )
+            return
+        try:
+            self._transport.connect(message.peer, message.memory)
+        except TransportError as error:
+            peer.error = str(error)
+
+    def _begin(self, post: Post) -> None:
+        remote = np.frombuffer(post.remote_blocks, dtype="<i4")
+        local = np.frombuffer(post.local_blocks, dtype="<i4")
+        slices = cut_slices(remote, local, self._memory.bytes_per_block)
+        read = _Read(post.handle, post.peer, post.slot, slices, time.monotonic())
+        peer = self._peers.get(post.peer)
+        error = f"peer {post.peer} is not connected" if peer is None else peer.error
+        if peer is not None and error is None:
+            error = _range_error(remote, local, post.slot, peer, self._memory.num_blocks)
+        if error is None:
+            try:
+                self._transport.check_peer(post.peer)
+            except TransportError as failure:
+                error = str(failure)
+        if error is not None:
+            self._end(read, None, error)
+        else:
+            self._reads.append(read)
+
+    def _advance_all(self) -> bool:
+        """One step of every READ; True when any of them got further."""
+        moved = False
+        for _ in range(len(self._reads)):
+            read = self._reads.popleft()
+            try:
+                over, stepped = self._advance(read)
+            except TransportError as error:
+                self._end(read, None, "cancelled" if read.cancelled else str(error))
+                over, stepped = True, True
+            if not over:
+                self._reads.append(read)
+            moved = moved or stepped
+        return moved
+
+    def _advance(self, read: _Read) -> tuple[bool, bool]:
+        """(READ is over and reported, something happened). Raises `TransportError` when a copy of it failed."""
+        if read.copy is not None:
+            if not self._transport.done(read.copy):
+                return False, False
+            copy, read.copy = read.copy, None
+            read.moved_bytes += read.copy_bytes
+            if read.in_slot:
+                value = self._transport.slot_value(copy)
+                self._end(read, None if read.cancelled else value, "cancelled" if read.cancelled else None)
+                return True, True
+        if read.cancelled:
+            self._end(read, None, "cancelled")
+            return True, True
+        part = next(read.slices, None)
+        if part is not None:
+            read.copy_bytes = sum(segment.nbytes for segment in part)
+            read.copy = self._transport.post(read.peer, part)
+        else:
+            read.copy_bytes = 0
+            read.in_slot = True
+            read.copy = self._transport.post_slot(read.peer, read.slot)
+        return False, True
+
+    def _end(self, read: _Read, slot: tuple[int, int] | None, error: str | None) -> None:
+        seconds = time.monotonic() - read.started_s
+        ended = Ended(handle=read.handle, slot=slot, moved_bytes=read.moved_bytes, seconds=seconds, error=error)
+        self._sock.sendall(pack(ended))
+
+
+def _range_error(remote, local, slot: int, peer: _Peer, num_blocks: int) -> str | None:  # type: ignore[no-untyped-def]
+    if len(remote) != len(local):
+        return f"{len(remote)} remote and {len(local)} local blocks"
+    if len(remote) and (int(remote.min()) < 0 or int(remote.max()) >= peer.num_blocks):
+        return f"remote block ids {remote.min()}..{remote.max()} outside the peer's {peer.num_blocks} blocks"
+    if len(local) and (int(local.min()) < 0 or int(local.max()) >= num_blocks):
+        return f"local block ids {local.min()}..{local.max()} outside the pool's {num_blocks} blocks"
+    if not 0 <= slot < peer.num_slots:
+        return f"lease slot {slot} outside the peer's {peer.num_slots} slots"
+    return None
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel SIGKILL this process when the thread that started it ends, even if stuck in a copy."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        os._exit(1)  # it ended before the call above
+
+
+def make_transport(start: Start, memory: LocalMemory) -> Transport:
+    """The transport named in ``start``. Raises `TransportError` when it cannot work here."""
+    if start.transport == "nixl":
+        from pdkv.runtime.transports.nixl import NixlTransport
+
+        return NixlTransport(start.agent, memory)
+    from pdkv.runtime.transports.shm import ShmTransport
+
+    return ShmTransport(memory)
+
+
+def _read_start(sock: socket.socket) -> Start | None:
+    frames = FrameBuffer()
+    while data := sock.recv(4096):
+        for frame in frames.feed(data):
+            message = to_mover_decoder.decode(frame)
+            assert isinstance(message, Start)
+            return message
+    return None
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of the process; exit code 1 when the transport cannot start (said over the socket before)."""
+    fd, parent_pid = int(argv[1]), int(argv[2])
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we stop
+    sock = socket.socket(fileno=fd)
+    start = _read_start(sock)
+    if start is None:
+        return 0
+    memory = LocalMemory(
+        pool=SharedMemory.attach(start.pool_fd, start.num_blocks * start.bytes_per_block),
+        slots=SharedMemory.attach(start.slots_fd, start.num_slots * SLOT_BYTES),
+        bytes_per_block=start.bytes_per_block,
+        num_blocks=start.num_blocks,
+        num_slots=start.num_slots,
+    )
+    try:
+        transport = make_transport(start, memory)
+    except TransportError as error:
+        sock.sendall(pack(Broken(reason=str(error))))
+        return 1
+    try:
+        Mover(sock, transport, memory).run()
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the control thread is gone; so are we
+    finally:
+        transport.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,123 @@
+"""The asking side: one DEALER socket to one peer, and what that peer has told so far."""
+
+from __future__ import annotations
+
+import enum
+import logging
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from pdkv.core.ports import Done, Heartbeat, Peer
+from pdkv.runtime.wire import MAX_FRAME_BYTES, Answer, BadFrame, Claim, Hello, HelloReply, decode_answer, encode
+
+log = logging.getLogger("pdkv.control")
+
+MAX_TOKENS_PER_BEAT = 50_000
+_QUEUED_MESSAGES = 256  # towards a peer that does not take them
+_LONGEST_RECONNECT_MS = 1000
+
+
+class Handshake(enum.Enum):
+    """Where the handshake with a peer stands."""
+
+    NONE = "none"
+    ASKED = "asked"
+    DONE = "done"
+    REFUSED = "refused"
+
+
+class PeerLink:
+    """A connection to ``peer``. Sending never blocks: what does not fit is lost, and what must not be lost times out.
+
+    Raises ``zmq.ZMQError`` when the address cannot be one.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], peer: Peer, now_ns: int) -> None:
+        self.peer = peer
+        self.handshake = Handshake.NONE
+        self.hello_seq = 0
+        self.hello_deadline_ns = 0
+        self.reply: HelloReply | None = None
+        self.mover_key: str | None = None  # under which name the mover of life `mover_life` knows this reply's memory
+        self.mover_life = 0
+        self.tokens: tuple[bytes, ...] = ()
+        self.next_beat_ns = now_ns
+        self.last_used_ns = now_ns
+        self._context = context
+        self.monitor: zmq.Socket[bytes]
+        self.socket = self._open()
+
+    def _open(self) -> zmq.Socket[bytes]:
+        opened: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        opened.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        opened.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
+        opened.setsockopt(zmq.LINGER, 200)  # a DONE sent just before closing still goes out
+        opened.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT_MS)
+        # Tells of a connection that broke or was refused, so that nobody waits for an answer from a dead peer.
+        self.monitor = opened.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        try:
+            opened.connect(endpoint(self.peer.host, self.peer.port))
+        except (zmq.ZMQError, OverflowError):
+            opened.disable_monitor()
+            opened.close(linger=0)
+            raise
+        return opened
+
+    def connection_lost(self) -> bool:
+        """Whether the connection broke, or could not be made, since the last call."""
+        lost = False
+        while True:
+            try:
+                event = parse_monitor_message(self.monitor.recv_multipart(zmq.DONTWAIT))
+            except zmq.Again:
+                return lost
+            lost = lost or event["event"] in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED)
+
+    def reopen(self) -> None:
+        """Connect anew and throw away what had queued up."""
+        self.socket.disable_monitor()
+        self.socket.close(linger=0)
+        self.socket = self._open()
+
+    def send(self, message: Hello | Claim | Heartbeat | Done) -> bool:
+        """Whether the socket took it."""
+        try:
+            self.socket.send(encode(message), zmq.DONTWAIT)
+        except (zmq.Again, BadFrame) as error:
+            log.debug("to %s: %s not sent: %s", self.peer.engine_id, type(message).__name__, error)
+            return False
+        return True
+
+    def beat(self) -> int:
+        """Send the heartbeat of all tokens; how many messages went out."""
+        chunks = range(0, len(self.tokens), MAX_TOKENS_PER_BEAT)
+        return sum(self.send(Heartbeat(self.tokens[at : at + MAX_TOKENS_PER_BEAT])) for at in chunks)
+
+    def receive(self, limit: int) -> tuple[list[Answer], int]:
+        """(answers that have arrived, frames that were dropped as nonsense); at most ``limit`` frames are taken."""
+        answers: list[Answer] = []
+        dropped = 0
+        for _ in range(limit):
+            try:
+                parts = self.socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            try:
+                if len(parts) != 1:
+                    raise BadFrame("more than one part")
+                answers.append(decode_answer(parts[0]))
+            except BadFrame as error:
+                dropped += 1
+                log.debug("from %s: dropped: %s", self.peer.engine_id, error)
+        return answers, dropped
+
+    def close(self) -> None:
+        """Close the socket; queued hints get a moment to leave."""
+        self.socket.disable_monitor()
+        self.socket.close()
+
+
+def endpoint(host: str, port: int | str) -> str:
+    """The ZMQ address of a TCP port."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -1,0 +1,43 @@
+"""Counters of the control thread, read by telemetry."""
+
+from __future__ import annotations
+
+import bisect
+import copy
+from dataclasses import dataclass, field
+
+SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+@dataclass
+class TransferStats:
+    """Since the start. ``seconds_counts[i]`` counts finished reads of at most ``SECONDS_BUCKETS[i]`` s and more than
+    the bucket before; the last entry those above all. ``transfers`` finished with a slot read, ``failed_transfers``
+    did not; ``failed_handshakes`` are hellos or claims of ours that were refused or timed out, ``refusals`` those that
+    we refused.
+    """
+
+    transfers: int = 0
+    failed_transfers: int = 0
+    moved_bytes: int = 0
+    seconds_sum: float = 0.0
+    seconds_counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS_BUCKETS) + 1))
+    failed_handshakes: int = 0
+    refusals: int = 0
+    heartbeats_sent: int = 0
+    heartbeats_received: int = 0
+    dropped_frames: int = 0
+    lost_messages: int = 0
+    mover_restarts: int = 0
+    internal_errors: int = 0
+
+    def finished(self, moved_bytes: int, seconds: float) -> None:
+        """Count one read that ended with its slot."""
+        self.transfers += 1
+        self.moved_bytes += moved_bytes
+        self.seconds_sum += seconds
+        self.seconds_counts[bisect.bisect_left(SECONDS_BUCKETS, seconds)] += 1
+
+    def copy(self) -> TransferStats:
+        """An independent copy."""
+        return copy.deepcopy(self)

@@ -1,0 +1,1 @@
+"""Ways to read a peer's memory one-sided; each is owned and called by the mover's one thread only."""

@@ -1,0 +1,310 @@
+"""Reads through NIXL with its UCX backend: between hosts, and on one host through the kernel (CMA).
+
+No progress thread: the wrapper starts it with a delay of 0, so it burns a core, and reads were slower with it. The
+mover's loop calls `progress` instead, promptly while somebody may be reading from here. So all of NIXL and UCX runs in
+calls made from here, and nothing can be written into the pool outside them.
+
+NIXL's own cancel is no fence (design 1): a READ that was released, or reported an error for one of its descriptors, may
+still have others under way. Only destroying the agent ends them. So a failed slice is answered by exactly that: the
+agent is replaced, what other READs had under way is posted again to the new one, and then the failure is reported.
+Nothing of NIXL's that is pickled is used: descriptors are made from plain addresses on both sides.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import mmap
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.runtime.shared_memory import SharedMemory
+from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, TransportError
+from pdkv.runtime.wire import NixlOffer, PeerMemory
+
+log = logging.getLogger("pdkv.mover")
+
+_MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
+_MEMORY = "DRAM"
+_SCRATCH_SLOTS = mmap.PAGESIZE // SLOT_BYTES
+_MAX_METADATA_BYTES = 1 << 20
+_WORD = np.dtype("<u8")
+
+Descriptors = npt.NDArray[np.uint64]  # [n, 3]: address, length in bytes, device
+
+
+@dataclass(slots=True)
+class _Peer:
+    offer: NixlOffer
+    pool_bytes: int
+    num_slots: int
+    failed: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One posted request. ``handle`` is NIXL's, of the agent of now; None once it is over."""
+
+    peer: str
+    local: Descriptors
+    remote: Descriptors
+    cell: int | None = None
+    handle: Any = None
+    over: bool = False
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class _Agent:
+    """One life of a NIXL agent and the remote agents it has loaded, with the peers that use each."""
+
+    api: Any
+    loaded: dict[str, set[str]] = field(default_factory=dict)
+
+
+class NixlTransport:
+    """One-sided READs over UCX. Raises `TransportError` when NIXL is missing or its agent cannot be made."""
+
+    name = "nixl"
+
+    def __init__(self, agent_name: str, memory: LocalMemory) -> None:
+        # UCX listens on every interface unless told; like every other port of pdkv it stays on loopback by default.
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        os.environ.setdefault("UCX_LOG_LEVEL", "error")  # a fence drops requests on purpose: no warnings about it
+        self._api = _import_nixl()
+        self._memory = memory
+        self._agent_name = agent_name
+        self._renewals = 0
+        # Slots are read into memory that no peer can read and no kernel uses.
+        self._scratch = SharedMemory(_SCRATCH_SLOTS * SLOT_BYTES, "pdkv-scratch")
+        self._scratch_words = self._scratch.array(_WORD, (_SCRATCH_SLOTS, 2))
+        self._cells = list(range(_SCRATCH_SLOTS))
+        self._peers: dict[str, _Peer] = {}
+        self._flights: list[_Flight] = []
+        self._agent = self._make_agent()
+
+    @property
+    def offer(self) -> NixlOffer:
+        """The agent of now; changes when a failure made a new one necessary."""
+        return self._offer
+
+    # ------------------------------------------------------------------------------------------------------- peers
+
+    def connect(self, peer: str, memory: PeerMemory) -> None:
+        self.forget(peer)
+        offer = memory.nixl
+        if offer is None:
+            raise TransportError(f"{peer} offers no NIXL agent")
+        if len(offer.metadata) > _MAX_METADATA_BYTES:
+            raise TransportError(f"{peer}: agent metadata of {len(offer.metadata)} bytes")
+        self._peers[peer] = _Peer(offer, memory.num_blocks * memory.bytes_per_block, memory.num_slots)
+        try:
+            self._load(peer)
+        except TransportError:
+            del self._peers[peer]
+            raise
+
+    def _load(self, peer: str) -> None:
+        offer = self._peers[peer].offer
+        users = self._agent.loaded.get(offer.agent)
+        if users is None:
+            try:
+                name = self._agent.api.add_remote_agent(offer.metadata)
+            except Exception as error:  # NIXL's exceptions share no base class of their own
+                raise TransportError(f"{peer}: NIXL does not take its agent ({error})") from error
+            if _text(name) != offer.agent:
+                raise TransportError(f"{peer}: its metadata is that of agent {_text(name)!r}, not {offer.agent!r}")
+            users = self._agent.loaded[offer.agent] = set()
+        users.add(peer)
+
+    def forget(self, peer: str) -> None:
+        known = self._peers.pop(peer, None)
+        if known is None:
+            return
+        users = self._agent.loaded.get(known.offer.agent, set())
+        users.discard(peer)
+        if not users and self._agent.loaded.pop(known.offer.agent, None) is not None:
+            try:
+                self._agent.api.remove_remote_agent(known.offer.agent)
+            except Exception as error:
+                log.warning("%s: NIXL did not let go of its agent: %s", peer, error)
+
+    def check_peer(self, peer: str) -> None:
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransportError(f"{peer} is not connected")
+        if known.failed is not None:
+            raise TransportError(known.failed)
+
+    # ------------------------------------------------------------------------------------------------------ copies
+
+    def post(self, peer: str, part: Slice) -> Copy:
+        self.check_peer(peer)
+        source, pool = self._peers[peer], self._memory.pool
+        segments = np.array([(s.remote, s.local, s.nbytes) for s in part], dtype=np.uint64)
+        ends = segments[:, :2] + segments[:, 2:]
+        if int(ends[:, 0].max()) > source.pool_bytes or int(ends[:, 1].max()) > pool.nbytes:
+            raise TransportError(f"{peer}: a segment reaches outside the pool")
+        local = _descriptors(segments[:, 1] + np.uint64(pool.address), segments[:, 2])
+        remote = _descriptors(segments[:, 0] + np.uint64(source.offer.pool_address), segments[:, 2])
+        return self._launch(_Flight(peer, local, remote))
+
+    def post_slot(self, peer: str, slot: int) -> Copy:
+        self.check_peer(peer)
+        source = self._peers[peer]
+        if not 0 <= slot < source.num_slots:
+            raise TransportError(f"{peer} has no slot {slot}")
+        if not self._cells:
+            raise TransportError(f"more than {_SCRATCH_SLOTS} lease slots are being read at once")
+        cell = self._cells.pop()
+        self._scratch_words[cell] = 0
+        length = np.array([SLOT_BYTES], np.uint64)
+        local = _descriptors(np.array([self._scratch.address + cell * SLOT_BYTES], np.uint64), length)
+        remote = _descriptors(np.array([source.offer.slots_address + slot * SLOT_BYTES], np.uint64), length)
+        return self._launch(_Flight(peer, local, remote, cell))
+
+    def done(self, copy: Copy) -> bool:
+        assert isinstance(copy, _Flight)
+        if not copy.over:
+            try:
+                status = self._agent.api.check_xfer_state(copy.handle)
+            except Exception as error:
+                self._fence(copy, f"{copy.peer}: the read failed: {error}")
+            else:
+                self._took(copy, status)
+        if copy.error is not None:
+            raise TransportError(copy.error)
+        return copy.over
+
+    def slot_value(self, copy: Copy) -> tuple[int, int]:
+        assert isinstance(copy, _Flight)
+        assert copy.cell is not None
+        nonce, lease_id = (int(word) for word in self._scratch_words[copy.cell])
+        self._cells.append(copy.cell)
+        return nonce, lease_id
+
+    def progress(self) -> None:
+        if not self._flights:  # looking at those makes progress, too
+            self._agent.api.get_new_notifs()  # the notifications themselves mean nothing here
+
+    def close(self) -> None:
+        self._drop_agent()
+
+    def _launch(self, flight: _Flight) -> _Flight:
+        """Post it. Raises `TransportError` when that fails; then nothing of it can arrive any more."""
+        self._submit(flight)
+        if flight.error is not None:
+            raise TransportError(flight.error)
+        return flight
+
+    def _submit(self, flight: _Flight) -> None:
+        api = self._agent.api
+        agent = self._peers[flight.peer].offer.agent
+        try:
+            flight.handle = api.initialize_xfer(
+                "READ", api.get_xfer_descs(flight.local, _MEMORY), api.get_xfer_descs(flight.remote, _MEMORY), agent
+            )
+        except Exception as error:  # nothing has been posted: no fence is needed
+            self._over(flight, f"{flight.peer}: NIXL refuses the read: {error}")
+            return
+        self._flights.append(flight)
+        try:
+            status = api.transfer(flight.handle)
+        except Exception as error:
+            self._fence(flight, f"{flight.peer}: the read failed: {error}")
+        else:
+            self._took(flight, status)
+
+    def _took(self, flight: _Flight, status: str) -> None:
+        if status == "DONE":
+            flight.handle.release()
+            self._over(flight, None)
+        elif status != "PROC":
+            self._fence(flight, f"{flight.peer}: the read failed (NIXL says {status})")
+
+    def _over(self, flight: _Flight, error: str | None) -> None:
+        flight.over, flight.error, flight.handle = True, error, None
+        if flight in self._flights:
+            self._flights.remove(flight)
+        if error is not None and flight.cell is not None:
+            self._cells.append(flight.cell)
+
+    # ------------------------------------------------------------------------------------------------------ fences
+
+    def _fence(self, flight: _Flight, error: str) -> None:
+        """End ``flight`` for certain: replace the agent, and post again what others had under way."""
+        self._peers[flight.peer].failed = error
+        others = [other for other in self._flights if other is not flight]
+        self._drop_agent()
+        self._over(flight, error)
+        self._flights.clear()
+        self._renewals += 1
+        try:
+            self._agent = self._make_agent()
+        except TransportError as failure:
+            raise RuntimeError(str(failure)) from failure  # this process ends: that is a fence as well
+        for peer, known in self._peers.items():
+            if known.failed is None:
+                try:
+                    self._load(peer)
+                except TransportError as failure:
+                    known.failed = str(failure)
+        for other in others:
+            failed = self._peers[other.peer].failed
+            if failed is not None:
+                self._over(other, failed)
+            elif not other.over:
+                self._submit(other)
+
+    def _make_agent(self) -> _Agent:
+        name = f"{self._agent_name}-{self._renewals}"
+        pool, slots = self._memory.pool, self._memory.slots
+        try:
+            config = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            api = self._api.nixl_agent(name, config)
+            # Pool and slots are what peers may read; the scratch is registered because NIXL writes to it.
+            regions = [(m.address, m.nbytes, 0, "") for m in (pool, slots, self._scratch)]
+            api.register_memory(regions, _MEMORY)
+            metadata = api.get_agent_metadata()
+        except Exception as error:
+            raise TransportError(f"NIXL cannot make its UCX agent ({error})") from error
+        self._offer = NixlOffer(agent=name, metadata=metadata, pool_address=pool.address, slots_address=slots.address)
+        return _Agent(api)
+
+    def _drop_agent(self) -> None:
+        """Destroy the agent: UCX's workers go, and with them everything under way."""
+        for flight in self._flights:
+            handle, flight.handle = flight.handle, None
+            try:
+                handle.release()
+            except Exception as error:
+                handle._released = True  # still active: it goes with the agent
+                log.debug("NIXL keeps a request until its agent goes: %s", error)
+            del handle
+        self._agent.loaded.clear()
+        self._agent.api = None  # the last reference
+
+
+def _descriptors(addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> Descriptors:
+    out = np.zeros((len(addresses), 3), dtype=np.uint64)
+    out[:, 0], out[:, 1] = addresses, lengths
+    return out
+
+
+def _text(name: bytes | str) -> str:
+    return name.decode("utf-8", "replace") if isinstance(name, bytes) else name
+
+
+def _import_nixl() -> Any:
+    errors = []
+    for module in _MODULES:
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            errors.append(f"{module}: {error}")
+    raise TransportError(f"NIXL cannot be imported ({'; '.join(errors)})")

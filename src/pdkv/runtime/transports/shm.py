@@ -1,0 +1,150 @@
+"""Reads between processes of one host: map the peer's memory files and copy.
+
+The peer does nothing for a read, so it may be busy, stopped, or have lost its mover. Its mapped memory stays valid even
+after it has died; the lease slot, which lies in the same memory, decides whether the data may be used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pdkv.runtime.shared_memory import SharedMemory
+from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, TransportError
+from pdkv.runtime.wire import PeerMemory, ShmOffer
+
+
+def boot_id() -> str:
+    """Names this boot of this host: two processes with the same one share a kernel."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def shm_offer(pool: SharedMemory, slots: SharedMemory) -> ShmOffer:
+    """Where peers on this host find these memory files; the calling process must keep them open."""
+    return ShmOffer(
+        boot_id=boot_id(),
+        pid=os.getpid(),
+        pool_fd=pool.fd,
+        pool_inode=os.fstat(pool.fd).st_ino,
+        slots_fd=slots.fd,
+        slots_inode=os.fstat(slots.fd).st_ino,
+    )
+
+
+@dataclass(slots=True)
+class _Peer:
+    pidfd: int
+    pid: int
+    pool: SharedMemory
+    slots: SharedMemory
+
+
+@dataclass(slots=True)
+class _Copied:
+    slot: tuple[int, int] | None = None
+
+
+class ShmTransport:
+    """One-sided reads through mapped memory files. Copies happen inside ``post``: a slice is over when it returns."""
+
+    name = "shm"
+    offer = None
+
+    def __init__(self, memory: LocalMemory) -> None:
+        self._local = memory
+        self._peers: dict[str, _Peer] = {}
+
+    def connect(self, peer: str, memory: PeerMemory) -> None:
+        self.forget(peer)
+        offer = memory.shm
+        if offer is None:
+            raise TransportError(f"peer {peer} offers no shared memory")
+        if offer.boot_id != boot_id():
+            raise TransportError(
+                f"peer {peer} runs on another host (boot id {offer.boot_id}, here {boot_id()}): "
+                "shared memory reaches one host only, start both with --transport nixl"
+            )
+        try:
+            pidfd = os.pidfd_open(offer.pid)
+        except OSError as error:
+            raise TransportError(f"peer {peer} is gone (no process {offer.pid} here)") from error
+        try:
+            pool = _map(peer, offer.pid, offer.pool_fd, offer.pool_inode, memory.num_blocks * memory.bytes_per_block)
+            slots = _map(peer, offer.pid, offer.slots_fd, offer.slots_inode, memory.num_slots * SLOT_BYTES)
+        except TransportError:
+            os.close(pidfd)
+            raise
+        self._peers[peer] = _Peer(pidfd, offer.pid, pool, slots)
+
+    def forget(self, peer: str) -> None:
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            os.close(known.pidfd)
+            known.pool.close()
+            known.slots.close()
+
+    def check_peer(self, peer: str) -> None:
+        known = self._peer(peer)
+        if select.select([known.pidfd], [], [], 0)[0]:
+            raise TransportError(f"peer {peer} is gone (process {known.pid} ended)")
+
+    def post(self, peer: str, part: Slice) -> Copy:
+        source = self._peer(peer).pool
+        for segment in part:
+            if (
+                segment.remote + segment.nbytes > source.nbytes
+                or segment.local + segment.nbytes > self._local.pool.nbytes
+            ):
+                raise TransportError(f"peer {peer}: a segment reaches outside the pool")
+            ctypes.memmove(self._local.pool.address + segment.local, source.address + segment.remote, segment.nbytes)
+        return _Copied()
+
+    def post_slot(self, peer: str, slot: int) -> Copy:
+        slots = self._peer(peer).slots
+        words = slots.array(np.dtype("<u8"), slots.nbytes // 8)
+        return _Copied((int(words[2 * slot]), int(words[2 * slot + 1])))
+
+    def done(self, copy: Copy) -> bool:
+        return True
+
+    def slot_value(self, copy: Copy) -> tuple[int, int]:
+        assert isinstance(copy, _Copied)
+        assert copy.slot is not None
+        return copy.slot
+
+    def progress(self) -> None:
+        pass
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.forget(peer)
+
+    def _peer(self, peer: str) -> _Peer:
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransportError(f"peer {peer} is not connected")
+        return known
+
+
+def _map(peer: str, pid: int, fd: int, inode: int, nbytes: int) -> SharedMemory:
+    """The peer's memory file, read-only; refused when it is not the very file that the peer announced."""
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportError(
+            f"peer {peer}: cannot open {path} ({error.strerror}): shared memory needs the same user and the same "
+            "pid namespace on both sides, else use --transport nixl"
+        ) from error
+    try:
+        if os.fstat(opened).st_ino != inode:
+            raise ValueError("another file than the one announced (not the same pid namespace?)")
+        return SharedMemory.attach(opened, nbytes, writable=False)
+    except (OSError, ValueError) as error:
+        os.close(opened)
+        raise TransportError(f"peer {peer}: {path}: {error}") from error

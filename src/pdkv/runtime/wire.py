@@ -1,0 +1,251 @@
+"""The side channel's messages: msgpack, tagged, size-capped; nothing is ever unpickled.
+
+One message is one ZMQ frame. The asking side (DEALER) sends `Hello`, `Claim` and the hints `Heartbeat` and `Done` of
+`core.ports`; the answering side (ROUTER) replies to the first two with the same ``seq``. A frame that is too long or
+cannot be decoded raises `BadFrame`: the receiver counts and drops it.
+
+A second, private channel joins the control thread and its mover (one socket pair, frames with a 4-byte length).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+from pdkv.core.ports import Done, Heartbeat, RemoteSource
+
+WIRE_VERSION = "1"
+TOKEN_BYTES = 16
+MAX_FRAME_BYTES = 4 << 20  # a claim of 1M blocks; more than any prompt
+MAX_MOVER_FRAME_BYTES = 64 << 20
+
+
+class BadFrame(Exception):
+    """A frame from outside that is not one of the messages expected there."""
+
+
+# ------------------------------------------------------------------------------------------------- between instances
+
+
+class ShmOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an instance's memory files are on this host: ``/proc/<pid>/fd/<fd>``, known again by their inodes."""
+
+    boot_id: str
+    pid: int
+    pool_fd: int
+    pool_inode: int
+    slots_fd: int
+    slots_inode: int
+
+
+class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a NIXL reader needs: the agent's own metadata blob, and where pool and slots lie in that agent's process."""
+
+    agent: str
+    metadata: bytes
+    pool_address: int
+    slots_address: int
+
+
+class PeerMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer's readable memory: ``num_blocks`` blocks of ``bytes_per_block`` bytes, and ``num_slots`` lease slots."""
+
+    bytes_per_block: int
+    num_blocks: int
+    num_slots: int
+    shm: ShmOffer | None = None
+    nixl: NixlOffer | None = None
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """I am ``engine_id`` and look for ``target``; these are my facts (they must equal yours)."""
+
+    seq: int
+    engine_id: str
+    target: str
+    facts: dict[str, str]
+
+
+class HelloReply(msgspec.Struct, frozen=True, kw_only=True, tag="hello_reply"):
+    """Facts agree. ``epoch`` changes whenever ``memory`` does (a restarted mover has a new agent)."""
+
+    seq: int
+    engine_id: str
+    nonce: int
+    epoch: int
+    lease_ns: int
+    facts: dict[str, str]
+    memory: PeerMemory
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True, tag="claim"):
+    """May I read under this grant? Proven by its token."""
+
+    seq: int
+    consumer: str
+    source: RemoteSource
+
+
+class ClaimReply(msgspec.Struct, frozen=True, kw_only=True, tag="claim_reply"):
+    """Yes, and the memory to read from is that of ``epoch``."""
+
+    seq: int
+    epoch: int
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """No, to a `Hello` or a `Claim`; ``reason`` is for people."""
+
+    seq: int
+    reason: str
+
+
+Question = Hello | Claim | Heartbeat | Done
+Answer = HelloReply | ClaimReply | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_questions = msgspec.msgpack.Decoder(Question)
+_answers = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Question | Answer) -> bytes:
+    """One frame; raises `BadFrame` when the message is longer than a peer would take."""
+    frame = _encoder.encode(message)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise BadFrame(f"a {type(message).__name__} of {len(frame)} bytes, peers take {MAX_FRAME_BYTES}")
+    return frame
+
+
+def decode_question(frame: bytes) -> Question:
+    """What somebody sent to the ROUTER. Raises `BadFrame`."""
+    message: Question = _decode(_questions, frame)
+    if isinstance(message, Heartbeat) and any(len(token) != TOKEN_BYTES for token in message.tokens):
+        raise BadFrame("a heartbeat with a token that is not 16 bytes")
+    if isinstance(message, Done) and len(message.token) != TOKEN_BYTES:
+        raise BadFrame("a done with a token that is not 16 bytes")
+    return message
+
+
+def decode_answer(frame: bytes) -> Answer:
+    """What a peer answered. Raises `BadFrame`."""
+    answer: Answer = _decode(_answers, frame)
+    return answer
+
+
+def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes):  # type: ignore[no-untyped-def,type-arg]
+    if len(frame) > MAX_FRAME_BYTES:
+        raise BadFrame(f"{len(frame)} bytes, at most {MAX_FRAME_BYTES} are taken")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise BadFrame(str(error)) from error
+
+
+# ------------------------------------------------------------------------------------------------- control <-> mover
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """First message to a mover: which transport, and the inherited descriptors of pool and slots."""
+
+    transport: str
+    agent: str
+    pool_fd: int
+    slots_fd: int
+    bytes_per_block: int
+    num_blocks: int
+    num_slots: int
+
+
+class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
+    """Posts for ``peer`` read this memory from now on."""
+
+    peer: str
+    memory: PeerMemory
+
+
+class Forget(msgspec.Struct, frozen=True, kw_only=True, tag="forget"):
+    """No further post names ``peer``."""
+
+    peer: str
+
+
+class Post(msgspec.Struct, frozen=True, kw_only=True, tag="post"):
+    """Read ``remote_blocks[i]`` into ``local_blocks[i]`` (both little-endian int32), then the lease slot."""
+
+    handle: int
+    peer: str
+    remote_blocks: bytes
+    local_blocks: bytes
+    slot: int
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Post no further slice of ``handle``; unknown handles are ignored."""
+
+    handle: int
+
+
+class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
+    """Peers may read from here for the next ``for_ns`` (0: no longer): help the transport along promptly."""
+
+    for_ns: int
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The mover works; ``offer`` is what peers need to read from it (its agent may be new: sent again then)."""
+
+    offer: NixlOffer | None
+
+
+class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
+    """The mover cannot start."""
+
+    reason: str
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """Nothing of ``handle`` can touch the destination any more; the fields are those of `core.ports.ReadEnded`."""
+
+    handle: int
+    slot: tuple[int, int] | None
+    moved_bytes: int
+    seconds: float
+    error: str | None = None
+
+
+ToMover = Start | Connect | Forget | Post | Cancel | Serve
+FromMover = Ready | Broken | Ended
+
+to_mover_decoder = msgspec.msgpack.Decoder(ToMover)
+from_mover_decoder = msgspec.msgpack.Decoder(FromMover)
+_LENGTH = struct.Struct("<I")
+
+
+def pack(message: ToMover | FromMover) -> bytes:
+    """The message with its length in front."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameBuffer:
+    """Puts the length-prefixed frames of a byte stream together again."""
+
+    def __init__(self, limit_bytes: int = MAX_MOVER_FRAME_BYTES) -> None:
+        self._bytes = bytearray()
+        self._limit_bytes = limit_bytes
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The frames that ``data`` completes. Raises `BadFrame` for one that is longer than the limit."""
+        self._bytes += data
+        while len(self._bytes) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._bytes)
+            if length > self._limit_bytes:
+                raise BadFrame(f"a frame of {length} bytes, at most {self._limit_bytes} are taken")
+            end = _LENGTH.size + length
+            if len(self._bytes) < end:
+                return
+            frame = bytes(self._bytes[_LENGTH.size : end])
+            del self._bytes[:end]
+            yield frame

@@ -1,0 +1,34 @@
+"""What every test may ask for: the folder of reference data, and a GPU when there is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder ``../shared`` (specifications and answers recorded from vLLM); skips the test where it is absent."""
+    folder = ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"no reference data: {folder} does not exist on this machine")
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` where torch sees no CUDA device; torch is only imported if there is such a test."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    try:
+        import torch
+
+        has_gpu = torch.cuda.is_available()
+    except ImportError:
+        has_gpu = False
+    if not has_gpu:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))

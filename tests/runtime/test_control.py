@@ -1,0 +1,420 @@
+"""The transfer halves of two instances on loopback, with real movers: what is promised to the core."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from tests.runtime.transfer_bench import FACTS, Half
+
+from pdkv.core.ports import Done, FromPeer, Heartbeat, Keepalive, Peer, ReadEnded, SendMessage
+from pdkv.errors import ConfigError
+from pdkv.runtime import reader as reader_module
+from pdkv.runtime.control import available_transport
+from pdkv.runtime.wire import HelloReply, NixlOffer, PeerMemory, Refused, decode_question, encode
+
+HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl"))
+TRANSPORTS = [
+    "shm",
+    pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="no NIXL wheel is installed")),
+]
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Half, Half]]:
+    """(producer, consumer), shared by the tests that break neither."""
+    producer = Half("producer", transport=request.param).start()
+    consumer = Half("consumer", transport=request.param).start()
+    yield producer, consumer
+    consumer.close()
+    producer.close()
+
+
+def test_a_read_moves_exactly_the_right_blocks(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    producer.fill(1)
+    consumer.fill(2)
+    before = consumer.blocks.copy()
+    source = producer.grant((5, 6, 7, 20, 0))
+    ended = consumer.read(source, (1, 2, 3, 9, 63))
+    assert ended.error is None
+    assert ended.slot == (source.nonce, source.lease_id)
+    assert ended.moved_bytes == 5 * 4096
+    assert ended.seconds > 0
+    for remote, local in zip((5, 6, 7, 20, 0), (1, 2, 3, 9, 63), strict=True):
+        assert np.array_equal(consumer.blocks[local], producer.blocks[remote])
+        before[local] = producer.blocks[remote]
+    assert np.array_equal(consumer.blocks, before)
+
+
+def test_only_the_missing_blocks_of_a_grant_are_read(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    producer.fill(3)
+    consumer.fill(4)
+    source = producer.grant((1, 2, 3, 4))
+    ended = consumer.read(source, (10, 11), remote=(3, 4))
+    assert ended.moved_bytes == 2 * 4096
+    assert np.array_equal(consumer.blocks[10:12], producer.blocks[3:5])
+
+
+def test_many_reads_at_once_each_end_once(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    producer.fill(5)
+    sources = [producer.grant((i, i + 1), lease_id=100 + i, slot=i) for i in range(20)]
+    handles = {consumer.post(source, (2 * i, 2 * i + 1)): i for i, source in enumerate(sources)}
+    for _ in range(len(sources)):
+        ended = consumer.wait(ReadEnded)
+        i = handles.pop(ended.handle)
+        assert ended.slot == (producer.identity.nonce, 100 + i)
+        assert np.array_equal(consumer.blocks[2 * i : 2 * i + 2], producer.blocks[i : i + 2])
+    assert not handles
+
+
+def test_a_forged_claim_is_refused_and_moves_nothing(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    source = producer.grant((1, 2))
+    before = consumer.blocks.copy()
+    for forged in (
+        msgspec.structs.replace(source, block_ids=(1, 3)),
+        msgspec.structs.replace(source, token=secrets.token_bytes(16)),
+    ):
+        ended = consumer.read(forged, (4, 5), remote=(1, 3))
+        assert ended.slot is None
+        assert "token" in ended.error
+    assert np.array_equal(consumer.blocks, before)
+
+
+def test_a_released_lease_is_refused(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    source = producer.grant((1, 2), lease_id=55, slot=9)
+    producer.slot_words[9] = 0
+    ended = consumer.read(source, (4, 5))
+    assert ended.slot is None
+    assert "ended" in ended.error
+
+
+@pytest.mark.parametrize(("local", "remote"), [((64,), (1,)), ((-1,), (1,)), ((1,), (64,)), ((1,), (-1,))])
+def test_blocks_outside_either_pool_are_refused(
+    pair: tuple[Half, Half], local: tuple[int, ...], remote: tuple[int, ...]
+) -> None:
+    producer, consumer = pair
+    ended = consumer.read(producer.grant((1,)), local, remote=remote)
+    assert ended.slot is None
+    assert "outside" in ended.error
+
+
+def test_an_empty_read_still_reads_the_slot(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    ended = consumer.read(producer.grant((1,)), (), remote=())
+    assert ended.slot == (producer.identity.nonce, 7)
+    assert ended.moved_bytes == 0
+
+
+def test_a_read_cancelled_at_once_ends_once_and_moves_nothing(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    source = producer.grant((1, 2))
+    consumer.read(source, (1, 2))
+    handle = consumer.post(source, (4, 5))
+    consumer.submit(cancels=(handle, handle, 999_999))
+    ended = consumer.wait(ReadEnded)
+    assert ended.handle == handle
+    assert ended.error in (None, "cancelled")  # it may have been over before
+    assert consumer.read(source, (4, 5)).error is None
+    assert consumer.inbox.empty()
+
+
+def test_done_reaches_the_producer(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    done = Done(b"d" * 16, "consumer")
+    consumer.submit(messages=(SendMessage(producer.peer, done),))
+    item = producer.wait(FromPeer)
+    assert item.message == done
+    assert abs(time.monotonic_ns() - item.received_ns) < 30 * 10**9
+
+
+def test_another_engine_at_the_address_is_named(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    source = producer.grant((1,))
+    old = Peer("producer-before", producer.peer.host, producer.peer.port)
+    ended = consumer.read(msgspec.structs.replace(source, peer=old), (1,))
+    assert "'producer-before' is gone" in ended.error
+    assert "'producer' answers there now" in ended.error
+
+
+def test_an_address_that_is_none_fails_the_read(pair: tuple[Half, Half], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "_ANSWER_TIMEOUT_NS", 300_000_000)
+    producer, consumer = pair
+    for bad in (Peer("x", "no such host!", 5), Peer("x", "127.0.0.1", 70_000)):
+        ended = consumer.read(msgspec.structs.replace(producer.grant((1,)), peer=bad), (1,))
+        assert ended.slot is None
+        assert ended.error
+
+
+def test_hostile_frames_kill_nothing(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    dropped = producer.control.stats().dropped_frames
+    context = zmq.Context()
+    rng = np.random.default_rng(0)
+    try:
+        attacker = context.socket(zmq.DEALER)
+        attacker.setsockopt(zmq.LINGER, 1000)
+        attacker.connect(f"tcp://127.0.0.1:{producer.control.port}")
+        for size in (0, 1, 7, 300, 70_000):
+            attacker.send(rng.bytes(size))
+        attacker.send_multipart([b"", b"a", b"b"])
+        attacker.send(msgspec.msgpack.encode({"type": "claim", "seq": -1, "source": {"peer": [1, 2, 3]}}))
+        attacker.send(msgspec.msgpack.encode({"type": "heartbeat", "tokens": [b"x"] * 10}))
+        attacker.send(b"\x91" * 50_000)
+        attacker.send(b"x" * (5 << 20))  # above the limit: the connection is closed, nothing else
+        with socket.create_connection(("127.0.0.1", producer.control.port)) as raw:
+            raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + rng.bytes(1000))
+        attacker.close()
+    finally:
+        context.term()
+    assert consumer.read(producer.grant((1,)), (1,)).error is None
+    until = time.monotonic() + 20
+    while producer.control.stats().dropped_frames < dropped + 8 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert producer.control.stats().dropped_frames >= dropped + 8
+    assert producer.control.stats().internal_errors == 0
+
+
+def test_what_happened_is_counted(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    before = consumer.control.stats()
+    consumer.read(producer.grant((1, 2)), (1, 2))
+    consumer.read(msgspec.structs.replace(producer.grant((1, 2)), token=b"f" * 16), (1, 2))
+    after = consumer.control.stats()
+    assert after.transfers == before.transfers + 1
+    assert after.moved_bytes == before.moved_bytes + 2 * 4096
+    assert sum(after.seconds_counts) == after.transfers
+    assert after.failed_transfers == before.failed_transfers + 1
+    assert after.failed_handshakes == before.failed_handshakes + 1
+
+
+# ----------------------------------------------------------------------------------------------------- heartbeats
+
+
+def _beating_pair(age_s: float = 0.0) -> tuple[Half, Half]:
+    lease_ns = 300_000_000  # a beat every 50 ms
+    producer = Half("producer", transport="shm", lease_ns=lease_ns).start()
+    consumer = Half("consumer", transport="shm", lease_ns=lease_ns, engine_age_s=lambda: age_s).start()
+    return producer, consumer
+
+
+def test_heartbeats_arrive_while_the_engine_computes_and_until_the_set_is_empty() -> None:
+    producer, consumer = _beating_pair()
+    try:
+        stop = threading.Event()
+        busy = threading.Thread(target=lambda: [None for _ in iter(stop.is_set, True)])  # a step that never ends
+        busy.start()
+        tokens = (b"a" * 16, b"b" * 16)
+        consumer.keep(producer.peer, *tokens)
+        beats = [producer.wait(FromPeer) for _ in range(4)]
+        assert all(beat.message == Heartbeat(tokens) for beat in beats)
+        assert beats[-1].received_ns > beats[0].received_ns
+        stop.set()
+        busy.join()
+        assert consumer.control.stats().heartbeats_sent >= 4
+        consumer.keep(producer.peer)
+        consumer.submit(messages=(SendMessage(producer.peer, Done(b"e" * 16, "c")),))
+        while producer.wait(FromPeer).message != Done(b"e" * 16, "c"):
+            pass
+        sent = consumer.control.stats().heartbeats_sent
+        time.sleep(0.3)
+        assert consumer.control.stats().heartbeats_sent == sent
+    finally:
+        stop.set()
+        consumer.close()
+        producer.close()
+
+
+def test_only_the_peers_of_the_last_set_get_heartbeats() -> None:
+    producer, consumer = _beating_pair()
+    other = Half("other", transport="shm").start()
+    try:
+        tokens = (b"a" * 16,)
+        consumer.submit(keepalives=(Keepalive(producer.peer, tokens), Keepalive(other.peer, tokens)))
+        producer.wait(FromPeer)
+        other.wait(FromPeer)
+        consumer.keep(other.peer, b"b" * 16)
+        while other.wait(FromPeer).message != Heartbeat((b"b" * 16,)):
+            pass
+        while not producer.inbox.empty():
+            producer.inbox.get()
+        for _ in range(3):
+            other.wait(FromPeer)
+        assert producer.inbox.empty()
+    finally:
+        consumer.close()
+        producer.close()
+        other.close()
+
+
+def test_an_engine_that_stands_still_renews_nothing() -> None:
+    producer, consumer = _beating_pair(age_s=61)
+    try:
+        consumer.keep(producer.peer, b"a" * 16)
+        time.sleep(0.3)
+        assert producer.inbox.empty()
+        assert consumer.control.stats().heartbeats_sent == 0
+    finally:
+        consumer.close()
+        producer.close()
+
+
+# ------------------------------------------------------------------------------------------ peers that do not fit
+
+
+def test_different_facts_are_refused_with_both_values() -> None:
+    producer = Half("producer", transport="shm").start()
+    consumer = Half("consumer", transport="shm", facts={**FACTS, "dtype": "bfloat16"}).start()
+    try:
+        ended = consumer.read(producer.grant((1,)), (1,))
+        assert ended.slot is None
+        for text in ("dtype", "'bfloat16'", "'float32'", "same"):
+            assert text in ended.error
+    finally:
+        consumer.close()
+        producer.close()
+
+
+@pytest.mark.skipif(not HAS_NIXL, reason="no NIXL wheel is installed")
+def test_different_transports_are_refused_with_both_names() -> None:
+    producer = Half("producer", transport="nixl").start()
+    consumer = Half("consumer", transport="shm").start()
+    try:
+        ended = consumer.read(producer.grant((1,)), (1,))
+        assert "transport is 'shm' there and 'nixl' here" in ended.error
+    finally:
+        consumer.close()
+        producer.close()
+
+
+class FakePeer:
+    """A peer that answers every question with what ``reply`` makes of it (None: with nothing)."""
+
+    def __init__(self, reply) -> None:  # type: ignore[no-untyped-def]
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self.port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self._reply = reply
+        self._closing = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing:
+            if self._router.poll(50):
+                sender, frame = self._router.recv_multipart()
+                answer = self._reply(decode_question(frame))
+                if answer is not None:
+                    self._router.send_multipart([sender, answer])
+
+    def close(self) -> None:
+        self._closing = True
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (lambda q: None, "did not answer"),
+        (lambda q: b"\xc1 nonsense", "did not answer"),
+        (lambda q: encode(Refused(seq=q.seq + 1000, reason="?")), "did not answer"),
+        (lambda q: encode(Refused(seq=q.seq, reason="not today")), "not today"),
+    ],
+    ids=["silence", "nonsense", "another question's answer", "refusal"],
+)
+def test_bad_answers_fail_the_read_in_time(monkeypatch: pytest.MonkeyPatch, reply: object, expected: str) -> None:
+    monkeypatch.setattr(reader_module, "_ANSWER_TIMEOUT_NS", 300_000_000)
+    fake = FakePeer(reply)
+    consumer = Half("consumer", transport="shm").start()
+    try:
+        source = msgspec.structs.replace(consumer.grant((1,)), peer=Peer("fake", "127.0.0.1", fake.port))
+        ended = consumer.read(source, (1,))
+        assert ended.slot is None
+        assert expected in ended.error
+        assert consumer.control.stats().failed_handshakes == 1
+    finally:
+        consumer.close()
+        fake.close()
+
+
+@pytest.mark.skipif(not HAS_NIXL, reason="no NIXL wheel is installed")
+def test_agent_metadata_that_is_none_fails_the_read_only() -> None:
+    facts = {**FACTS, "wire": "1", "transport": "nixl"}
+    offer = NixlOffer(agent="a", metadata=b"not a NIXL agent" * 9, pool_address=4096, slots_address=8192)
+    memory = PeerMemory(bytes_per_block=4096, num_blocks=64, num_slots=64, nixl=offer)
+    fake = FakePeer(
+        lambda q: encode(
+            HelloReply(seq=q.seq, engine_id="fake", nonce=1, epoch=1, lease_ns=1, facts=facts, memory=memory)
+            if hasattr(q, "facts")
+            else msgspec.convert({"type": "claim_reply", "seq": q.seq, "epoch": 1}, type=reader_module.ClaimReply)
+        )
+    )
+    producer = Half("producer", transport="nixl").start()
+    consumer = Half("consumer", transport="nixl").start()
+    try:
+        mover = consumer.control.mover_pid
+        source = msgspec.structs.replace(consumer.grant((1,)), peer=Peer("fake", "127.0.0.1", fake.port))
+        ended = consumer.read(source, (1,))
+        assert ended.slot is None
+        assert "agent" in ended.error
+        assert consumer.read(producer.grant((2,)), (1,)).error is None
+        assert consumer.control.mover_pid == mover
+    finally:
+        consumer.close()
+        producer.close()
+        fake.close()
+
+
+# --------------------------------------------------------------------------------------------------- start and end
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        half = Half("p", transport="shm", port=port)
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*--side-channel-port"):
+            half.start()
+        half.close()
+
+
+def test_an_unknown_transport_is_named() -> None:
+    with pytest.raises(ConfigError, match="auto, nixl, shm"):
+        available_transport("rdma")
+
+
+def test_nixl_without_a_wheel_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert available_transport("auto") == "shm"
+    with pytest.raises(ConfigError, match="pip install"):
+        available_transport("nixl")
+
+
+def test_auto_falls_back_when_nixl_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_NIXL:
+        pytest.skip("no NIXL wheel is installed")
+    monkeypatch.setenv("UCX_NET_DEVICES", "no-such-device")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    half = Half("p", transport="auto").start()
+    try:
+        assert half.control.transport == "shm"
+    finally:
+        half.close()
+
+
+def test_close_can_be_called_twice_and_before_start() -> None:
+    half = Half("p", transport="shm")
+    half.control.close()
+    half.close()

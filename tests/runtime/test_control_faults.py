@@ -1,0 +1,304 @@
+"""Processes stopped or killed at the worst moment: reads end or are fenced, later ones work, nobody is left."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import queue
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+from tests.runtime.transfer_bench import Half
+
+from pdkv.core.ports import MoverRestarted, Peer, ReadEnded
+from pdkv.runtime.doorkeeper import Doorkeeper
+
+pytestmark = pytest.mark.slow
+
+HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl"))
+needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="no NIXL wheel is installed")
+TRANSPORTS = ["shm", pytest.param("nixl", marks=needs_nixl)]
+BLOCK_BYTES = 1 << 20
+BLOCKS = 96
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Half, Half]]:
+    yield from _pair(request.param)
+
+
+@pytest.fixture
+def tcp_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Half, Half]]:
+    """NIXL over TCP, where a read needs the producer's mover all the time (between hosts it is the same)."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    yield from _pair("nixl")
+
+
+def _pair(transport: str) -> Iterator[tuple[Half, Half]]:
+    producer = Half("producer", transport=transport, num_blocks=BLOCKS, bytes_per_block=BLOCK_BYTES).start()
+    consumer = Half("consumer", transport=transport, num_blocks=BLOCKS, bytes_per_block=BLOCK_BYTES).start()
+    producer.blocks[:] = np.arange(1, BLOCKS + 1, dtype=np.uint8)[:, None]
+    yield producer, consumer
+    consumer.close()
+    producer.close()
+
+
+def _wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.001)
+
+
+def _begin_big_read(producer: Half, consumer: Half) -> int:
+    """A read of the whole pool of which the first blocks have arrived."""
+    consumer.blocks[:] = 0
+    source = producer.grant(tuple(range(BLOCKS)))
+    assert consumer.read(source, (0,), remote=(0,)).error is None  # handshakes are over
+    handle = consumer.post(source, tuple(reversed(range(BLOCKS))))
+    last = consumer.blocks[BLOCKS - 1]
+    _wait_for(lambda: bool(last.any()))
+    return handle
+
+
+def _read_all(producer: Half, consumer: Half) -> ReadEnded:
+    ended = consumer.read(producer.grant(tuple(range(BLOCKS))), tuple(range(BLOCKS)))
+    if ended.error is None:
+        assert np.array_equal(consumer.blocks[:, ::4096], producer.blocks[:, ::4096])
+    return ended
+
+
+def _report(consumer: Half, timeout_s: float) -> object | None:
+    try:
+        return consumer.inbox.get(timeout=timeout_s)
+    except queue.Empty:
+        return None
+
+
+def test_the_producers_mover_is_killed_during_a_read(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    handle = _begin_big_read(producer, consumer)
+    killed = producer.control.mover_pid
+    os.kill(killed, signal.SIGKILL)
+    ended = consumer.wait(ReadEnded)
+    assert ended.handle == handle
+    assert (ended.slot is None) == (ended.error is not None)
+    assert producer.wait(MoverRestarted) == MoverRestarted(handles=())
+    assert producer.control.mover_pid != killed
+    assert _read_all(producer, consumer).error is None
+    assert producer.control.stats().mover_restarts == 1
+    assert consumer.control.stats().mover_restarts == 0
+
+
+@needs_nixl
+def test_a_failed_read_leaves_other_reads_alone(tcp_pair: tuple[Half, Half]) -> None:
+    """One peer's death replaces the agent; what came from another peer meanwhile still arrives whole."""
+    doomed, consumer = tcp_pair
+    healthy = Half("healthy", transport="nixl", num_blocks=BLOCKS, bytes_per_block=BLOCK_BYTES).start()
+    try:
+        healthy.blocks[:] = np.arange(BLOCKS, 0, -1, dtype=np.uint8)[:, None]
+        half = BLOCKS // 2
+        from_doomed, from_healthy = doomed.grant(tuple(range(BLOCKS))), healthy.grant(tuple(range(half)))
+        consumer.read(from_doomed, (0,), remote=(0,))
+        consumer.read(from_healthy, (0,), remote=(0,))
+        consumer.blocks[:] = 0
+        bad = consumer.post(from_doomed, tuple(range(half, BLOCKS)), remote=tuple(range(half)))
+        good = consumer.post(from_healthy, tuple(range(half)))
+        _wait_for(lambda: bool(consumer.blocks[half].any()))
+        os.kill(doomed.control.mover_pid, signal.SIGKILL)
+        reports = {item.handle: item for item in (consumer.wait(ReadEnded), consumer.wait(ReadEnded))}
+        assert reports[good].slot == (healthy.identity.nonce, 7)
+        assert np.array_equal(consumer.blocks[:half, ::4096], healthy.blocks[:half, ::4096])
+        assert reports[bad].slot is None
+        assert consumer.control.stats().mover_restarts == 0
+    finally:
+        healthy.close()
+
+
+@needs_nixl
+def test_a_stopped_producer_is_fenced_by_restarting_the_mover(tcp_pair: tuple[Half, Half]) -> None:
+    producer, consumer = tcp_pair
+    handle = _begin_big_read(producer, consumer)
+    os.kill(producer.control.mover_pid, signal.SIGSTOP)
+    try:
+        consumer.submit(cancels=(handle,))
+        item = _report(consumer, 1.0)
+        if item is None:  # the slice under way cannot end: that is what the core's deadline is for
+            consumer.submit(restart_mover=True)
+            item = consumer.wait(MoverRestarted)
+            assert item == MoverRestarted(handles=(handle,))
+        else:
+            assert isinstance(item, ReadEnded)  # it was stopped just between two slices
+        consumer.blocks[:] = 0
+    finally:
+        os.kill(producer.control.mover_pid, signal.SIGCONT)
+    time.sleep(1.0)
+    assert not consumer.blocks.any()  # reused memory was not touched by what the producer went on to send
+    assert _read_all(producer, consumer).error is None
+    assert consumer.inbox.empty()
+
+
+def test_a_cancelled_read_writes_nothing_after_its_report(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    handle = _begin_big_read(producer, consumer)
+    consumer.submit(cancels=(handle,))
+    ended = consumer.wait(ReadEnded)
+    assert ended.handle == handle
+    consumer.blocks[:] = 0
+    time.sleep(0.3)
+    assert not consumer.blocks.any()
+    if ended.error is not None:
+        assert ended.error == "cancelled"
+        assert ended.moved_bytes < BLOCKS * BLOCK_BYTES
+    assert _read_all(producer, consumer).error is None
+
+
+def test_our_own_mover_is_killed_during_a_read(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    handle = _begin_big_read(producer, consumer)
+    os.kill(consumer.control.mover_pid, signal.SIGKILL)
+    item = consumer.inbox.get(timeout=30)
+    if isinstance(item, ReadEnded):  # it was quicker
+        item = consumer.wait(MoverRestarted)
+        assert item == MoverRestarted(handles=())
+    else:
+        assert item == MoverRestarted(handles=(handle,))
+    assert _read_all(producer, consumer).error is None
+
+
+def test_reads_that_were_not_handed_over_survive_a_restart(pair: tuple[Half, Half]) -> None:
+    """A plan that restarts the mover and posts reads: those go to the new mover."""
+    producer, consumer = pair
+    source = producer.grant((3,))
+    consumer.read(source, (0,))
+    before = consumer.control.mover_pid
+    consumer.submit(restart_mover=True)
+    handle = consumer.post(source, (5,))
+    assert consumer.wait(MoverRestarted) == MoverRestarted(handles=())
+    ended = consumer.wait(ReadEnded)
+    assert (ended.handle, ended.error) == (handle, None)
+    assert consumer.control.mover_pid != before
+
+
+def test_a_stopped_mover_of_ours_is_replaced(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    source = producer.grant(tuple(range(BLOCKS)))
+    consumer.read(source, (0,), remote=(0,))
+    os.kill(consumer.control.mover_pid, signal.SIGSTOP)
+    handles = tuple(consumer.post(source, tuple(range(BLOCKS))) for _ in range(3))
+    _wait_for(lambda: len(consumer.control._reader._reads) == 3)
+    assert _report(consumer, 0.5) is None
+    consumer.submit(restart_mover=True)
+    fenced = consumer.wait(MoverRestarted).handles
+    for _ in set(handles) - set(fenced):
+        assert consumer.wait(ReadEnded).handle in handles
+    assert _read_all(producer, consumer).error is None
+
+
+def test_a_lease_that_ends_during_the_read_shows_in_the_slot(
+    pair: tuple[Half, Half], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim was in time, the release came before the slot was read: what was read names no lease, or another."""
+    producer, consumer = pair
+    claimed = Doorkeeper._claim
+
+    def claim_then_lose_the_lease(self, claim, now_ns):  # type: ignore[no-untyped-def]
+        answer = claimed(self, claim, now_ns)
+        if self.identity.engine_id == "producer":
+            producer.slot_words[claim.source.slot] = (producer.identity.nonce, 4711)
+        return answer
+
+    monkeypatch.setattr(Doorkeeper, "_claim", claim_then_lose_the_lease)
+    ended = consumer.read(producer.grant((1, 2)), (1, 2))
+    assert ended.error is None
+    assert ended.slot == (producer.identity.nonce, 4711)
+
+
+# --------------------------------------------------------------------------------- whole processes come and go
+
+_PRODUCER = """
+    import sys, time
+    sys.path.insert(0, {root!r})
+    from tests.runtime.transfer_bench import Half
+    half = Half("child", transport={transport!r}, num_blocks={blocks}, bytes_per_block={block_bytes}).start()
+    half.blocks[:] = 9
+    source = half.grant(tuple(range({blocks})))
+    print(half.control.port, half.control.mover_pid, source.nonce, source.token.hex(), flush=True)
+    {end}
+"""
+
+
+def _producer_process(transport: str, end: str = "time.sleep(60)") -> tuple[subprocess.Popen[str], list[str]]:
+    code = textwrap.dedent(_PRODUCER).format(
+        root=str(ROOT), transport=transport, blocks=BLOCKS, block_bytes=BLOCK_BYTES, end=end
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().split()
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_mover_dies_with_a_killed_instance_and_reads_from_it_end(transport: str) -> None:
+    process, (port, mover_pid, nonce, token) = _producer_process(transport)
+    consumer = Half("consumer", transport=transport, num_blocks=BLOCKS, bytes_per_block=BLOCK_BYTES).start()
+    try:
+        source = msgspec.structs.replace(
+            consumer.grant(tuple(range(BLOCKS))),
+            peer=Peer("child", "127.0.0.1", int(port)),
+            nonce=int(nonce),
+            token=bytes.fromhex(token),
+        )
+        assert consumer.read(source, (0,), remote=(0,)).slot == (int(nonce), 7)
+        handle = consumer.post(source, tuple(range(BLOCKS)))
+        process.kill()
+        process.wait()
+        _wait_for(lambda: _gone(int(mover_pid)))
+        ended = consumer.wait(ReadEnded)
+        assert ended.handle == handle
+        assert (ended.slot is None) == (ended.error is not None)
+        again = consumer.read(source, (0,), remote=(0,))
+        assert again.slot is None
+        assert "gone" in again.error
+    finally:
+        process.kill()
+        consumer.close()
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "half.close()"])
+def test_no_mover_is_left_when_an_instance_ends(end: str) -> None:
+    process, (_, mover_pid, *_) = _producer_process("shm", end)
+    assert process.wait(20) == 0
+    _wait_for(lambda: _gone(int(mover_pid)))
+
+
+def test_the_mover_needs_neither_torch_nor_transformers(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    assert _read_all(producer, consumer).error is None
+    maps = Path(f"/proc/{consumer.control.mover_pid}/maps").read_text()
+    assert "libtorch" not in maps
+    assert "numpy" in maps
+
+
+def test_close_leaves_no_child() -> None:
+    half = Half("p", transport="shm").start()
+    pid = half.control.mover_pid
+    half.close()
+    assert _gone(pid)

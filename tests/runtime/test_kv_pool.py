@@ -1,0 +1,75 @@
+"""The KV pool: where a block lies, and that another process sees and changes the same bytes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from pdkv.errors import ConfigError
+from pdkv.runtime.kv_pool import KvPool
+
+_CHILD = """
+import sys
+import numpy as np
+from pdkv.runtime.shared_memory import SharedMemory
+fd, nbytes, offset, count = map(int, sys.argv[1:])
+memory = SharedMemory.attach(fd, nbytes)
+floats = memory.array(np.float32, (nbytes // 4,))[offset // 4 : offset // 4 + count]
+assert floats.tolist() == list(range(count)), floats[:8]
+floats[:] = -floats
+"""
+
+
+def test_a_block_is_one_contiguous_piece_that_another_process_shares() -> None:
+    pool = KvPool.create(6, num_layers=3, block_size=4, kv_heads=2, head_dim=8, dtype=torch.float32)
+    assert pool.memory is not None
+    assert pool.tensor.shape == (6, 3, 2, 4, 2, 8)
+    assert pool.bytes_per_block == 3 * 2 * 4 * 2 * 8 * 4
+    assert pool.memory.nbytes == 6 * pool.bytes_per_block
+    assert pool.tensor.data_ptr() == pool.memory.address
+    assert not pool.tensor.any()
+    count = pool.bytes_per_block // 4
+    pool.tensor[4] = torch.arange(count, dtype=torch.float32).view(pool.tensor.shape[1:])
+    arguments = (pool.memory.fd, pool.memory.nbytes, 4 * pool.bytes_per_block, count)
+    subprocess.run(
+        [sys.executable, "-c", _CHILD, *map(str, arguments)], pass_fds=(pool.memory.fd,), check=True, timeout=60
+    )
+    assert torch.equal(pool.tensor[4].flatten(), -torch.arange(count, dtype=torch.float32))
+    assert not pool.tensor[[0, 1, 2, 3, 5]].any()
+    pool.close()
+    pool.close()
+
+
+def test_bfloat16_pool_is_a_view_of_the_memory() -> None:
+    pool = KvPool.create(2, 1, 2, 1, 4, torch.bfloat16)
+    assert pool.memory is not None
+    pool.tensor[1] = 1.0
+    raw = pool.memory.array(np.uint16, (2, pool.bytes_per_block // 2))
+    assert set(raw[1].tolist()) == {0x3F80}
+    assert not raw[0].any()
+
+
+def test_a_large_pool_costs_nothing_until_it_is_used() -> None:
+    pool = KvPool.create(100_000, 30, 16, 3, 64, torch.float32)
+    assert pool.memory is not None
+    assert pool.memory.nbytes == 100_000 * 737_280
+    pool.tensor[99_999, 29, 1, 15, 2, 63] = 7.0
+    assert pool.tensor[99_999].sum() == 7.0
+    pool.close()
+
+
+def test_impossible_pools_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 2 blocks"):
+        KvPool.create(1, 2, 16, 3, 64, torch.float32)
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_pool_is_an_ordinary_tensor() -> None:
+    pool = KvPool.create(4, 2, 16, 2, 8, torch.bfloat16, "cuda")
+    assert pool.memory is None
+    assert pool.tensor.is_cuda
+    assert pool.tensor.is_contiguous()

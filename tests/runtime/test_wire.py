@@ -1,0 +1,146 @@
+"""The side channel's codec: what goes in comes out, and nothing that comes from outside can do more than be dropped."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkv.core.ports import Done, Heartbeat, Peer, RemoteSource
+from pdkv.runtime import wire
+from pdkv.runtime.wire import (
+    BadFrame,
+    Claim,
+    ClaimReply,
+    FrameBuffer,
+    Hello,
+    HelloReply,
+    NixlOffer,
+    PeerMemory,
+    Refused,
+    decode_answer,
+    decode_question,
+    encode,
+)
+
+SOURCE = RemoteSource(
+    peer=Peer("p", "127.0.0.1", 1),
+    request_id="r",
+    block_ids=(1, 2),
+    num_tokens=20,
+    slot=0,
+    nonce=2**63 + 5,
+    lease_id=4,
+    token=b"t" * 16,
+)
+MEMORY = PeerMemory(
+    bytes_per_block=64,
+    num_blocks=4,
+    num_slots=2,
+    nixl=NixlOffer(agent="a", metadata=b"\0\xff", pool_address=2**47, slots_address=2**47 + 1),
+)
+QUESTIONS = [
+    Hello(seq=1, engine_id="d", target="p", facts={"dtype": "float32"}),
+    Claim(seq=2, consumer="d", source=SOURCE),
+    Heartbeat((b"x" * 16, b"y" * 16)),
+    Done(b"z" * 16, "d"),
+]
+ANSWERS = [
+    HelloReply(seq=1, engine_id="p", nonce=3, epoch=1, lease_ns=10, facts={}, memory=MEMORY),
+    ClaimReply(seq=2, epoch=1),
+    Refused(seq=2, reason="no"),
+]
+
+# Anything msgpack can say, in the shapes that come near a message.
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+near_messages = st.fixed_dictionaries(
+    {"type": st.sampled_from(["hello", "claim", "heartbeat", "done", "hello_reply", "claim_reply", "refused"])},
+    optional=dict.fromkeys(("seq", "engine_id", "target", "facts", "source", "tokens", "token", "consumer"), plain),
+)
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda q: type(q).__name__)
+def test_questions_survive_the_wire(question: wire.Question) -> None:
+    assert decode_question(encode(question)) == question
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: type(a).__name__)
+def test_answers_survive_the_wire(answer: wire.Answer) -> None:
+    assert decode_answer(encode(answer)) == answer
+
+
+@pytest.mark.parametrize("question", QUESTIONS[:2], ids=lambda q: type(q).__name__)
+def test_a_question_is_no_answer(question: wire.Question) -> None:
+    with pytest.raises(BadFrame):
+        decode_answer(encode(question))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=400))
+def test_random_bytes_are_dropped(frame: bytes) -> None:
+    for decode in (decode_question, decode_answer):
+        try:
+            decode(frame)
+        except BadFrame:
+            pass
+
+
+@settings(deadline=None)
+@given(near_messages | plain)
+def test_wrong_types_are_dropped(message: object) -> None:
+    frame = msgspec.msgpack.encode(message)
+    for decode in (decode_question, decode_answer):
+        try:
+            decoded = decode(frame)
+        except BadFrame:
+            continue
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(decoded))["type"] == message["type"]  # type: ignore[index]
+
+
+@settings(deadline=None)
+@given(st.sampled_from(QUESTIONS), st.data())
+def test_damaged_messages_are_dropped(question: wire.Question, data: st.DataObject) -> None:
+    frame = bytearray(encode(question))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decode_question(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
+    except BadFrame:
+        pass
+
+
+def test_deep_nesting_is_dropped() -> None:
+    with pytest.raises(BadFrame):
+        decode_question(b"\x91" * 100_000 + b"\x90")
+
+
+def test_frames_have_a_size_limit() -> None:
+    with pytest.raises(BadFrame, match="at most"):
+        decode_question(b"\xc0" * (wire.MAX_FRAME_BYTES + 1))
+    with pytest.raises(BadFrame, match="peers take"):
+        encode(Heartbeat((b"x" * 16,) * 300_000))
+
+
+@pytest.mark.parametrize("hint", [Heartbeat((b"short",)), Done(b"x" * 17, "d")], ids=["heartbeat", "done"])
+def test_hints_with_malformed_tokens_are_dropped(hint: Heartbeat | Done) -> None:
+    with pytest.raises(BadFrame, match="16 bytes"):
+        decode_question(encode(hint))
+
+
+@settings(deadline=None)
+@given(st.lists(st.binary(max_size=50), max_size=8), st.integers(1, 30))
+def test_frames_are_put_together_from_any_pieces(bodies: list[bytes], piece: int) -> None:
+    stream = b"".join(len(body).to_bytes(4, "little") + body for body in bodies)
+    buffer = FrameBuffer()
+    frames = [f for at in range(0, len(stream), piece) for f in buffer.feed(stream[at : at + piece])]
+    assert frames == bodies
+
+
+def test_a_stream_cannot_announce_a_huge_frame() -> None:
+    with pytest.raises(BadFrame):
+        list(FrameBuffer(limit_bytes=100).feed((101).to_bytes(4, "little")))

@@ -1,0 +1,126 @@
+"""Two instances' transfer halves on loopback, for the tests of this folder (no test in here)."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from pdkv.core.ports import Batch, FromPeer, Keepalive, MoverRestarted, Peer, Plan, PostRead, ReadEnded, RemoteSource
+from pdkv.core.transfer.lease import lease_token
+from pdkv.runtime.control import Control, Identity, TransferMemory
+from pdkv.runtime.shared_memory import SharedMemory
+
+LEASE_NS = 30 * 10**9
+FACTS = {"model": "m@1", "dtype": "float32", "block_size": "16"}
+_EMPTY = np.zeros(0, np.int32)
+
+
+def empty_plan(step_id: int = 0, **fields: object) -> Plan:
+    """A plan without a batch."""
+    batch = Batch((), _EMPTY, _EMPTY, _EMPTY, np.zeros(0, bool), np.zeros((0, 0), np.int32), np.zeros(0, bool))
+    return Plan(step_id=step_id, batch=batch, **fields)  # type: ignore[arg-type]
+
+
+class Half:
+    """One instance without an engine: a pool whose blocks are filled with (seed, block, position), and a Control."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        transport: str,
+        num_blocks: int = 64,
+        bytes_per_block: int = 4096,
+        facts: dict[str, str] | None = None,
+        lease_ns: int = LEASE_NS,
+        port: int = 0,
+        engine_age_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.pool = SharedMemory(num_blocks * bytes_per_block)
+        self.slots = SharedMemory(64 * 16)
+        self.blocks = self.pool.array(np.uint8, (num_blocks, bytes_per_block))
+        self.slot_words = self.slots.array(np.uint64, (64, 2))
+        self.identity = Identity(name, secrets.randbits(63), secrets.token_bytes(32), dict(facts or FACTS))
+        self.inbox: queue.Queue[object] = queue.Queue()
+        self.handles = 0
+        self.control = Control(
+            self.identity,
+            TransferMemory(self.pool, bytes_per_block, num_blocks, self.slots, 64),
+            port=port,
+            transport=transport,
+            lease_ns=lease_ns,
+            deliver=self.inbox.put,
+            last_step_ns=lambda: time.monotonic_ns() - int(engine_age_s() * 1e9),
+        )
+
+    def start(self) -> Half:
+        self.control.start()
+        return self
+
+    def close(self) -> None:
+        self.control.close()
+        del self.blocks, self.slot_words
+        self.pool.close()
+        self.slots.close()
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.identity.engine_id, "127.0.0.1", self.control.port)
+
+    def fill(self, seed: int) -> None:
+        """Every block gets bytes that no other block has."""
+        rng = np.random.default_rng(seed)
+        self.blocks[:] = rng.integers(1, 255, self.blocks.shape, dtype=np.uint8)
+
+    def grant(self, blocks: tuple[int, ...], *, lease_id: int = 7, slot: int = 3) -> RemoteSource:
+        """What the engine does: write the slot, make the token."""
+        self.slot_words[slot] = (self.identity.nonce, lease_id)
+        tokens = 16 * len(blocks)
+        token = lease_token(self.identity.secret, lease_id=lease_id, slot=slot, block_ids=blocks, num_tokens=tokens)
+        return RemoteSource(
+            peer=self.peer,
+            request_id="r",
+            block_ids=blocks,
+            num_tokens=tokens,
+            slot=slot,
+            nonce=self.identity.nonce,
+            lease_id=lease_id,
+            token=token,
+        )
+
+    def post(self, source: RemoteSource, local: tuple[int, ...], remote: tuple[int, ...] | None = None) -> int:
+        """Submit one read; its handle."""
+        self.handles += 1
+        remote_blocks = np.asarray(remote if remote is not None else source.block_ids, np.int32)
+        read = PostRead(self.handles, source, remote_blocks, np.asarray(local, np.int32))
+        self.control.submit(empty_plan(reads=(read,)))
+        return self.handles
+
+    def submit(self, **fields: object) -> None:
+        self.control.submit(empty_plan(**fields))
+
+    def keep(self, peer: Peer, *tokens: bytes) -> None:
+        self.submit(keepalives=(Keepalive(peer, tokens),))
+
+    def wait(self, kind: type, timeout_s: float = 30.0) -> object:
+        """The next inbox item of ``kind``; others are dropped."""
+        until = time.monotonic() + timeout_s
+        while True:
+            item = self.inbox.get(timeout=max(0.01, until - time.monotonic()))
+            if isinstance(item, kind):
+                return item
+
+    def read(self, source: RemoteSource, local: tuple[int, ...], remote: tuple[int, ...] | None = None) -> ReadEnded:
+        """Post and wait."""
+        handle = self.post(source, local, remote)
+        ended = self.wait(ReadEnded)
+        assert isinstance(ended, ReadEnded)
+        assert ended.handle == handle
+        return ended
+
+
+__all__ = ["FromPeer", "Half", "MoverRestarted", "ReadEnded"]
