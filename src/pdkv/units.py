@@ -42,8 +42,10 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.match(text)
     if match is None or match["unit"].lower() not in _FACTORS:
         raise ValueError(f"not a size: {text!r} (write for example 1073741824, 512MiB, 2GiB or 1.5G)")
-    return int(float(match["number"]) * _FACTORS[match["unit"].lower()]) if "." in match["number"] else (
-        int(match["number"]) * _FACTORS[match["unit"].lower()]
+    return (
+        int(float(match["number"]) * _FACTORS[match["unit"].lower()])
+        if "." in match["number"]
+        else (int(match["number"]) * _FACTORS[match["unit"].lower()])
     )
 
 

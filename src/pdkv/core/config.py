@@ -73,6 +73,15 @@ class EngineConfig:
             raise ConfigError(f"load failure policy is {self.transfer.load_failure!r}; use 'recompute' or 'fail'")
 
     @property
+    def max_request_tokens(self) -> int:
+        """Where a request ends by length at the latest: the model's length, or what a pool smaller than that holds.
+
+        The last token is sampled, never computed, hence the one beyond the pool. Without this bound a request that
+        outgrows the whole pool would preempt itself and wait for ever, with everybody behind it.
+        """
+        return min(self.max_model_len, (self.num_blocks - 1) * self.block_size + 1)
+
+    @property
     def heartbeat_ns(self) -> int:
         """Interval between two heartbeats of a lease: a sixth of it (vLLM: 30 s -> 5 s)."""
         return self.lease_ns // 6

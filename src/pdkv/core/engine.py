@@ -136,7 +136,7 @@ class Engine:
             messages=self.consumer.take_messages(),
             keepalives=self.consumer.keepalives(),
             restart_mover=self.consumer.take_restart(),
-            next_deadline_ns=self.next_deadline_ns(),
+            next_deadline_ns=now_ns if self.scheduler.owes_a_step and not rows else self.next_deadline_ns(),
             events=self._take_events(),
         )
 
@@ -218,7 +218,7 @@ class Engine:
                 self._add(item)
             case Abort():
                 request = self.requests.get(item.request_id)
-                if request is not None:
+                if request is not None and request.status is not Status.FINISHED:  # ended by an earlier item: no news
                     self.scheduler.finish(request, item.reason)
                     del self.requests[item.request_id]
             case Decline():

@@ -8,7 +8,7 @@ from pdkv.core.blocks.hashing import HashFunction
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
 from pdkv.core.ports import Int32Array
-from pdkv.core.scheduler.request import Request
+from pdkv.core.scheduler.request import Request, Status
 from pdkv.core.scheduler.scheduler import Scheduler
 from pdkv.units import cdiv
 
@@ -21,12 +21,29 @@ def quiet_steps(scheduler: Scheduler, manager: KVCacheManager, config: EngineCon
     if any(request.num_tokens - request.num_computed != 1 for request in running):
         return 0
     waiting = bool(scheduler.waiting or scheduler.holding)
-    if waiting and len(running) < config.max_num_seqs and not scheduler.admission_blocked:
-        return 0
-    steps = min(limit, min(request.tokens_left(config.max_model_len) for request in running) - 1)
+    steps = min(limit, min(request.tokens_left(config.max_request_tokens) for request in running) - 1)
+    if waiting and len(running) < config.max_num_seqs:
+        steps = min(steps, _steps_blocked(running, scheduler.blocked_by, manager))
     if steps <= 0:
         return 0
     return _steps_with_room(running, manager, steps)
+
+
+def _steps_blocked(running: list[Request], head: Request | None, manager: KVCacheManager) -> int:
+    """How long ``head`` keeps not fitting: free blocks only get fewer, but a growing twin can lengthen its hit."""
+    if head is None:
+        return 0
+    size, steps = manager.block_size, manager.max_model_len
+    if head.status is Status.LOADED or not manager.pool.enable_caching:
+        return steps
+    for request in running:
+        full = request.num_computed // size
+        same = len(head.hashes) > full and head.new.cache_salt == request.new.cache_salt
+        if same and (full == 0 or head.hashes[full - 1] == request.hashes[full - 1]):
+            tail = request.tokens[full * size :]
+            if np.array_equal(tail, head.tokens[full * size : request.num_tokens]):
+                steps = min(steps, (full + 1) * size - request.num_computed - 1)
+    return steps
 
 
 def _steps_with_room(running: list[Request], manager: KVCacheManager, steps: int) -> int:

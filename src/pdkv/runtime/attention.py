@@ -2,7 +2,8 @@
 
 A step is one ragged batch flattened to ``[1, T]``. Everything that depends only on the batch (slots, masks, block
 tables) is built once in `build_step`; each layer then writes its K/V by slot and attends, row groups at a time:
-prefill chunks one by one (gather + SDPA), decode rows together (`decode_attention`).
+prefill chunks one by one (gather + SDPA), decode rows together (the C kernel where there is one, else
+`decode_attention`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers import AttentionInterface
 
 from pdkv.core.ports import Batch
 from pdkv.errors import UnsupportedModel
+from pdkv.runtime.kernels.native import Native
 from pdkv.runtime.kv_pool import KvPool
 from pdkv.units import MIB, cdiv
 
@@ -65,12 +67,27 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class NativeDecodes:
+    """All rows with one token each, for the C kernel. ``tables`` int32[batch, width] are the batch's block tables.
+
+    int32[n]: ``rows`` index ``tables``, ``tokens`` the flat batch; ``lengths`` are contexts with this step's token.
+    """
+
+    kernels: Native
+    tables: torch.Tensor
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """All that attention needs to know about one ragged batch.
 
     ``pool`` is the KV tensor (`KvPool.tensor`); ``None`` runs without a cache: each prefill row attends to itself
-    (profile runs). ``slot_blocks``/``slot_offsets`` int64[T] say where each token's K/V go. ``seen`` collects the
-    layers that attended, with their (kv_heads, head_dim): how the loader checks a model.
+    (profile runs). ``slot_blocks``/``slot_offsets`` int64[T] say where each token's K/V go. Decode rows are in
+    ``native`` when the kernel serves them, else in ``decodes``. ``seen`` collects the layers that attended, with their
+    (kv_heads, head_dim): how the loader checks a model.
     """
 
     position_ids: torch.Tensor
@@ -79,6 +96,7 @@ class Step:
     slot_offsets: torch.Tensor | None
     prefills: tuple[PrefillRow, ...]
     decodes: tuple[DecodeGroup, ...]
+    native: NativeDecodes | None = None
     seen: dict[int, tuple[int, int]] | None = None
 
 
@@ -100,11 +118,14 @@ def cacheless_step(lengths: list[int], device: torch.device, *, record: bool = F
     bounds = np.cumsum([0, *lengths])
     rows = tuple(PrefillRow(int(a), int(b), int(b - a), None, None) for a, b in pairwise(bounds))
     position_ids = torch.cat([torch.arange(n) for n in lengths]).to(device)[None]
-    return Step(position_ids, None, None, None, rows, (), {} if record else None)
+    return Step(position_ids, None, None, None, rows, (), seen={} if record else None)
 
 
-def build_step(batch: Batch, pool: KvPool) -> Step:
-    """The `Step` of a batch on the pool's device. Rows of one token are decodes, longer ones prefill chunks."""
+def build_step(batch: Batch, pool: KvPool, kernels: Native | None = None) -> Step:
+    """The `Step` of a batch on the pool's device. Rows of one token are decodes, longer ones prefill chunks.
+
+    ``kernels`` attend for the decode rows; they must serve the model's heads and the pool (`Native.can_decode`).
+    """
     device, block_size = pool.tensor.device, pool.block_size
     scheduled = batch.num_scheduled.astype(np.int64)
     computed = batch.num_computed.astype(np.int64)
@@ -113,17 +134,21 @@ def build_step(batch: Batch, pool: KvPool) -> Step:
     rows = np.repeat(np.arange(len(batch)), scheduled)
     positions = np.arange(int(scheduled.sum())) - np.repeat(starts - computed, scheduled)
     slot_blocks = batch.block_tables[rows, positions // block_size].astype(np.int64)
-    tables = torch.from_numpy(batch.block_tables.astype(np.int64)).to(device)
 
+    chunks, singles = np.flatnonzero(scheduled > 1), np.flatnonzero(scheduled == 1)
+    tables = torch.from_numpy(batch.block_tables.astype(np.int64)).to(device)
     prefills = tuple(
-        _prefill_row(int(starts[i]), int(stops[i]), int(contexts[i]), tables[i], block_size)
-        for i in np.flatnonzero(scheduled > 1)
+        _prefill_row(int(starts[i]), int(stops[i]), int(contexts[i]), tables[i], block_size) for i in chunks
     )
-    row_bytes = block_size * pool.kv_heads * pool.head_dim * pool.tensor.element_size()
-    decodes = tuple(
-        _decode_group(group, starts, contexts, tables, block_size)
-        for group in _decode_groups(np.flatnonzero(scheduled == 1), contexts, block_size, row_bytes)
-    )
+    native, decodes = None, ()
+    if kernels is not None and len(singles):
+        native = _native_decodes(kernels, batch, singles, starts, contexts)
+    elif len(singles):
+        row_bytes = block_size * pool.kv_heads * pool.head_dim * pool.tensor.element_size()
+        decodes = tuple(
+            _decode_group(group, starts, contexts, tables, block_size)
+            for group in _decode_groups(singles, contexts, block_size, row_bytes)
+        )
     return Step(
         position_ids=torch.from_numpy(positions).to(device)[None],
         pool=pool.tensor,
@@ -131,7 +156,20 @@ def build_step(batch: Batch, pool: KvPool) -> Step:
         slot_offsets=torch.from_numpy(positions % block_size).to(device),
         prefills=prefills,
         decodes=decodes,
+        native=native,
     )
+
+
+def _native_decodes(
+    kernels: Native,
+    batch: Batch,
+    rows: np.ndarray[tuple[int], np.dtype[np.int64]],
+    starts: np.ndarray[tuple[int], np.dtype[np.int64]],
+    contexts: np.ndarray[tuple[int], np.dtype[np.int64]],
+) -> NativeDecodes:
+    tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
+    arrays = (tables, rows.astype(np.int32), starts[rows].astype(np.int32), contexts[rows].astype(np.int32))
+    return NativeDecodes(kernels, *(torch.from_numpy(array) for array in arrays))
 
 
 def _prefill_row(start: int, stop: int, context: int, table: torch.Tensor, block_size: int) -> PrefillRow:
@@ -272,6 +310,12 @@ def paged_attention(
         tokens = slice(row.start, row.stop)
         chunk = _prefill_attention(query[:, :, tokens], key[:, :, tokens], value[:, :, tokens], layer, row, scale)
         out[tokens] = chunk[0].transpose(0, 1)
+    if step.native is not None:
+        assert layer is not None
+        n = step.native
+        n.kernels.decode_attention(
+            query[0].transpose(0, 1), out, layer, n.tables, n.rows, n.tokens, n.lengths, float(scale)
+        )
     for group in step.decodes:
         assert layer is not None
         rows = query[0].transpose(0, 1)[group.positions]

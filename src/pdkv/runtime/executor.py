@@ -10,6 +10,7 @@ import torch
 from pdkv.core.ports import Batch, Int32Array, Outputs
 from pdkv.errors import ConfigError
 from pdkv.runtime.attention import STEP_KWARG, build_step
+from pdkv.runtime.kernels import native
 from pdkv.runtime.kv_pool import KvPool
 from pdkv.runtime.models.loader import LoadedModel
 from pdkv.runtime.sampler import SamplingParams, SamplingState, TokenLogprobs, sample
@@ -36,7 +37,17 @@ class Executor:
             )
         self.model = model
         self.pool = pool
+        self._kernels = self._find_kernels()
         self._states: dict[str, SamplingState] = {}
+
+    def _find_kernels(self) -> native.Native | None:
+        """The C kernels, where they serve this model on this pool."""
+        model, pool = self.model, self.pool.tensor
+        if pool.device.type != "cpu" or model.dtype != torch.float32:
+            return None
+        kernels = native.load()
+        served = kernels is not None and kernels.can_decode(model.heads, model.kv_heads, model.head_dim, pool.dtype)
+        return kernels if served else None
 
     def add_request(
         self,
@@ -83,7 +94,7 @@ class Executor:
     def _forward(self, batch: Batch, rows: np.ndarray[tuple[int], np.dtype[np.intp]]) -> torch.Tensor:
         """Logits [len(rows), vocab] behind the last token of each of ``rows``; writes the batch's K/V to the pool."""
         device = self.model.device
-        step = build_step(batch, self.pool)
+        step = build_step(batch, self.pool, self._kernels)
         last = np.cumsum(batch.num_scheduled, dtype=np.int64) - 1
         output = self.model.model(
             torch.from_numpy(self._input_tokens(batch, last)).to(device)[None],

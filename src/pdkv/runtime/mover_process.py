@@ -1,26 +1,21 @@
-"""The control thread's end of a mover: start it, talk to it without ever blocking, kill it for certain."""
+"""A mover that is a process of its own: what CPU pools get, because killing a process is a fence that cannot fail."""
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import subprocess
 import sys
-from collections import deque
 from pathlib import Path
 
-import msgspec
-
 import pdkv
-from pdkv.runtime.wire import BadFrame, FrameBuffer, FromMover, Start, ToMover, from_mover_decoder, pack
-
-log = logging.getLogger("pdkv.control")
+from pdkv.runtime.mover_channel import MoverChannel
+from pdkv.runtime.wire import Start
 
 _REAP_S = 0.5
 
 
-class MoverProcess:
+class MoverProcess(MoverChannel):
     """One life of a mover. Must be started, used and killed by one thread: the mover dies with that thread."""
 
     def __init__(self, start: Start) -> None:
@@ -39,75 +34,27 @@ class MoverProcess:
             raise
         finally:
             theirs.close()
-        ours.setblocking(False)
-        self._sock = ours
-        self._out: deque[memoryview] = deque()
-        self._frames = FrameBuffer()
+        super().__init__(ours)
         self.send(start)
 
     @property
-    def pid(self) -> int:
-        """Process id (tests stop and kill it)."""
-        return self._process.pid
-
-    def fileno(self) -> int:
-        """The socket to poll for `receive` (and for writing while `wants_write`)."""
-        return self._sock.fileno()
+    def name(self) -> str:
+        return f"mover process {self.pid}"
 
     @property
-    def wants_write(self) -> bool:
-        """Whether messages wait for room in the socket."""
-        return bool(self._out)
+    def pid(self) -> int:
+        return self._process.pid
 
-    def send(self, message: ToMover) -> None:
-        """Queue a message and send what the socket takes now. Never blocks; a dead mover is noticed by `receive`."""
-        self._out.append(memoryview(pack(message)))
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what the socket takes now."""
-        while self._out:
-            try:
-                sent = self._sock.send(self._out[0])
-            except BlockingIOError:
-                return
-            except OSError:
-                self._out.clear()  # it is gone
-                return
-            if sent == len(self._out[0]):
-                self._out.popleft()
-            else:
-                self._out[0] = self._out[0][sent:]
-
-    def receive(self) -> tuple[list[FromMover], bool]:
-        """(messages that have arrived, whether the mover still lives). Never blocks."""
-        messages: list[FromMover] = []
-        while True:
-            try:
-                data = self._sock.recv(1 << 18)
-            except BlockingIOError:
-                return messages, True
-            except OSError:
-                return messages, False
-            if not data:
-                return messages, False
-            try:
-                messages.extend(from_mover_decoder.decode(frame) for frame in self._frames.feed(data))
-            except (BadFrame, msgspec.DecodeError) as error:
-                log.error("the mover (pid %d) talks nonsense, it is replaced: %s", self.pid, error)
-                return messages, False
-
-    def reap(self) -> int:
-        """Exit code of a mover that has closed its end; killed if it is still there after a moment."""
+    def reap(self) -> str:
         try:
             self._process.wait(_REAP_S)
         except subprocess.TimeoutExpired:
             pass
-        return self.kill()
+        self.kill()
+        return f"exit code {self._process.returncode}"
 
-    def kill(self) -> int:
-        """SIGKILL it and wait until it is gone: after this nothing of it can write anywhere. Returns its exit code."""
+    def kill(self) -> None:
+        """SIGKILL it and wait until it is gone: after this nothing of it can write anywhere."""
         self._process.kill()
-        code = self._process.wait()
+        self._process.wait()
         self._sock.close()
-        return code

@@ -182,6 +182,7 @@ class KVCacheManager:
         """Give back all but the first ``length`` blocks."""
         holder = self._holders[key]
         self.pool.give_back(holder.table.cut(length)[::-1], holder.account)
+        holder.num_hashed = min(holder.num_hashed, length)
 
     def release_head(self, key: str, length: int) -> None:
         """Give back the first ``length`` blocks and keep the rest (whose positions shift)."""

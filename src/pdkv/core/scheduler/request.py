@@ -93,15 +93,15 @@ class Request:
         if self.num_tokens // self._block_size > len(self.hashes):
             extend_hashes(self.hashes, self.tokens, self._block_size, function, self.new.cache_salt)
 
-    def ended_by(self, token: int, max_model_len: int) -> FinishReason | None:
-        """Whether the request ends with ``token``, just appended, as its last one."""
+    def ended_by(self, token: int, max_tokens: int) -> FinishReason | None:
+        """Whether the request ends with ``token``, just appended; it has at most ``max_tokens`` with its prompt."""
         if self.num_outputs >= self.new.min_tokens and token in self.new.stop_token_ids:
             return FinishReason.STOP
-        if self.num_outputs >= self.new.max_tokens or self.num_tokens >= max_model_len:
+        if self.num_outputs >= self.new.max_tokens or self.num_tokens >= max_tokens:
             return FinishReason.LENGTH
         return None
 
-    def tokens_left(self, max_model_len: int) -> int:
-        """Tokens until the length limit ends it, those being sampled counted as there."""
+    def tokens_left(self, max_tokens: int) -> int:
+        """Tokens until it has ``max_tokens`` in all or its own maximum, those being sampled counted as there."""
         known = self.num_tokens + self.placeholders
-        return min(self.num_prompt + self.new.max_tokens, max_model_len) - known
+        return min(self.num_prompt + self.new.max_tokens, max_tokens) - known

@@ -52,7 +52,8 @@ class Scheduler:
         self.waiting: WaitingQueue = PriorityQueue() if config.priority_scheduling else FcfsQueue()
         self.holding: deque[Request] = deque()  # waiting with blocks held (loading, loaded): always tried first
         self.completed_step = -1
-        self.admission_blocked = False  # the last step ended at a request that does not fit
+        self.blocked_by: Request | None = None  # all that keeps the others out: it did not fit, and nothing ended since
+        self.owes_a_step = False  # the last step preempted, so nobody was admitted: the next one may, without any news
         self._deferred: deque[tuple[int, str]] = deque()  # (fence step, owner key)
 
     # --------------------------------------------------------------------------------------------------- one step
@@ -68,7 +69,8 @@ class Scheduler:
         """Rows of plan ``step_id``, in vLLM's order; their blocks are allocated."""
         chosen: dict[Request, int] = {}
         budget, preempted = self._schedule_running(chosen, self._config.max_num_batched_tokens)
-        self.admission_blocked = False
+        self.blocked_by = None
+        self.owes_a_step = preempted
         if not preempted:
             self._schedule_waiting(chosen, budget)
         return [self._commit(request, tokens, step_id) for request, tokens in chosen.items()]
@@ -104,11 +106,11 @@ class Scheduler:
 
     def _wanted_tokens(self, request: Request) -> int:
         """Tokens the request could compute now, capped by threshold and model length (not by the budget)."""
-        if request.placeholders and (request.new.produce or request.tokens_left(self._config.max_model_len) <= 0):
+        if request.placeholders and (request.new.produce or request.tokens_left(self._config.max_request_tokens) <= 0):
             return 0
         tokens = request.num_tokens + request.placeholders - request.num_computed
         tokens = cap_chunk(tokens, self._config, only_one=len(self.running) == 1 and not self.waiting)
-        return min(tokens, self._config.max_model_len - 1 - request.num_computed)
+        return min(tokens, self._config.max_request_tokens - 1 - request.num_computed)
 
     def _schedule_waiting(self, chosen: dict[Request, int], budget: int) -> None:
         skipped_holding: list[Request] = []
@@ -125,7 +127,7 @@ class Scheduler:
                 self._settle_loaded(request)
             admission = self._admitter.admit(request, budget, self.running, (*self.holding, *skipped_holding))
             if admission.verdict is Verdict.STOP:
-                self.admission_blocked = True
+                self.blocked_by = None if skipped_waiting else request
                 break
             _ = self.holding.popleft() if from_holding else self.waiting.pop()
             if admission.verdict is Verdict.SKIP:
@@ -193,13 +195,14 @@ class Scheduler:
         self.completed_step = step_id
         while self._deferred and self._deferred[0][0] <= step_id:
             self._manager.release(self._deferred.popleft()[1])
+            self.blocked_by = None
         for index, row in enumerate(rows):
             request = row.request
             if not row.samples or request.status is Status.FINISHED:
                 continue
             request.placeholders -= 1
             self._append(request, tokens[index : index + 1])
-            reason = request.ended_by(int(tokens[index]), self._config.max_model_len)
+            reason = request.ended_by(int(tokens[index]), self._config.max_request_tokens)
             if reason is not None:
                 self.finish(request, reason)
 
@@ -217,6 +220,7 @@ class Scheduler:
         """End a request in whatever state it is; every block it held goes to its next account."""
         lease: LeaseGrant | None = None
         status = request.status
+        self.blocked_by = None  # its end may make room
         if status is Status.RUNNING:
             self.running.remove(request)
         elif status in (Status.LOADING, Status.LOADED):
@@ -225,7 +229,7 @@ class Scheduler:
             self.waiting.remove(request)
         if status is Status.LOADING and self._consumer.is_loading(request):
             self._consumer.abandon(request, f"request ended ({reason.value}) while loading")
-        elif self._keeps_kv(request, reason) and status is Status.RUNNING and self._producer.has_slot:
+        elif status is Status.RUNNING and self._keeps_kv(request, reason) and self._producer.has_slot:
             lease = self._producer.grant(request)
         else:
             self._let_go(request)
@@ -244,9 +248,10 @@ class Scheduler:
             )
         )
 
-    @staticmethod
-    def _keeps_kv(request: Request, reason: FinishReason) -> bool:
-        return request.new.produce and reason in (FinishReason.STOP, FinishReason.LENGTH)
+    def _keeps_kv(self, request: Request, reason: FinishReason) -> bool:
+        """A peer may only be given KV that is all there: prompt prefilled, and no plan left that still writes."""
+        wanted = request.new.produce and reason in (FinishReason.STOP, FinishReason.LENGTH)
+        return wanted and request.num_outputs > 0 and not self._in_flight(request)
 
     def load_ended(self, request: Request, failure: str | None) -> None:
         """A load is over: the request may run, starts afresh without it, or ends with the failure (by policy)."""

@@ -188,7 +188,10 @@ class Consumer:
         return any(load.request is request for load in self._loads.values())
 
     def on_mover_restarted(self, handles: tuple[int, ...]) -> None:
-        """``handles`` are fenced; loads still wanted are posted again under new handles."""
+        """``handles`` are fenced; loads still wanted are posted again under new handles.
+
+        Given-up READs that had not been handed over yet have the new mover to report them: it gets the full fence time.
+        """
         self._restart_pending = False
         for handle in handles:
             if handle in self._given_up:
@@ -198,6 +201,11 @@ class Consumer:
                 load.handle = self._new_handle()
                 self._loads[load.handle] = load
                 self._post(load)
+        fence_ns = self._journal.now_ns + self._config.fence_timeout_ns
+        for handle, given_up in self._given_up.items():
+            given_up.deadline_ns = fence_ns
+            if self._config.transfer.bounded_waits:
+                self._manager.set_deadline(given_up.key(handle), fence_ns)
 
     # ------------------------------------------------------------------------------------------------- deadlines
 

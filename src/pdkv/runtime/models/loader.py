@@ -14,6 +14,8 @@ from transformers.utils import logging as hf_logging
 
 from pdkv.errors import ConfigError, DoesNotFit, PdkvError, UnsupportedModel
 from pdkv.runtime.attention import ATTENTION_NAME, STEP_KWARG, cacheless_step
+from pdkv.runtime.kernels import native
+from pdkv.runtime.kernels.linear import pack_linears
 from pdkv.runtime.models.files import ModelFiles, read_header
 from pdkv.runtime.models.support import ModelFacts, read_facts
 
@@ -64,11 +66,15 @@ class LoadedModel:
     fingerprint: str
 
 
-def load_model(files: ModelFiles, device: str = "cpu", dtype: str = "auto") -> LoadedModel:
+def load_model(
+    files: ModelFiles, device: str = "cpu", dtype: str = "auto", weight_storage: str = "auto"
+) -> LoadedModel:
     """Load weights and tokenizer, check the model, and run it once against transformers' own attention.
 
     ``dtype`` is ``auto`` (float32 on CPU, the checkpoint's on CUDA) or a key of `DTYPES`. Raises UnsupportedModel for
     what pdkv's attention cannot run, ConfigError for unreadable files, DoesNotFit when device memory is short.
+    ``weight_storage`` "bf16" keeps the weights of a float32 model on CPU in half the bytes: they are rounded, the
+    arithmetic is not. "auto" stores them as they are.
     """
     target = _device(device)
     config = _read_config(files)
@@ -77,6 +83,7 @@ def load_model(files: ModelFiles, device: str = "cpu", dtype: str = "auto") -> L
     model = _load_weights(files, wanted, target)
     _check_forward(model, files.name)
     kv_heads, head_dim = _probe(model, facts, files.name, target, wanted)
+    _pack(model, target, wanted, weight_storage)
     return LoadedModel(
         model=model,
         tokenizer=_load_tokenizer(files),
@@ -94,6 +101,20 @@ def load_model(files: ModelFiles, device: str = "cpu", dtype: str = "auto") -> L
         weights_bytes=_weights_bytes(model),
         fingerprint=fingerprint(files, config),
     )
+
+
+def _pack(model: Any, device: torch.device, dtype: torch.dtype, weight_storage: str) -> None:
+    """Put the linear layers of a float32 model on CPU into the C kernels' layout, where there are kernels."""
+    if weight_storage not in ("auto", "bf16"):
+        raise ConfigError(f"weight storage {weight_storage!r} is not one of auto, bf16")
+    kernels = native.load() if device.type == "cpu" and dtype == torch.float32 else None
+    if kernels is not None:
+        pack_linears(model, kernels, torch.bfloat16 if weight_storage == "bf16" else torch.float32)
+    elif weight_storage == "bf16":
+        raise ConfigError(
+            f"--weight-storage bf16 is for float32 arithmetic on a CPU with a C compiler; this is {dtype} on {device}. "
+            "Leave it out, or install gcc"
+        )
 
 
 def _device(device: str) -> torch.device:

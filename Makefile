@@ -1,0 +1,54 @@
+# pdkv: every target makes the virtual environment itself when it is missing or older than what it depends on.
+#   make demo   serve a real model through a prefill and a decode instance, and watch the KV memory (after set-up: < 90 s)
+#   make test   the whole test suite, no network
+#   make check  lint, types, import floors, fast tests
+#   make serve  the OpenAI server on http://127.0.0.1:8000   (MODEL=..., ARGS='--max-model-len 4096')
+#   make bench  speed, beside vLLM when PEER_PYTHON names an interpreter that has it
+#   make setup  only the environment;  make clean  removes it
+VENV  := .venv
+PY    := $(VENV)/bin/python
+READY := $(VENV)/.ready
+MODEL ?= smollm2
+PORT  ?= 8000
+ARGS  ?=
+PEER_PYTHON ?=
+
+FAST_TESTS := tests/core tests/layout tests/models tests/plan tests/cli
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve test check bench format clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(READY): pyproject.toml scripts/setup.sh
+	@bash scripts/setup.sh $(VENV)
+	@touch $@
+
+setup: $(READY)
+
+demo: $(READY)
+	@$(PY) -m pdkv demo $(ARGS)
+
+serve: $(READY)
+	@$(PY) -m pdkv serve $(MODEL) --port $(PORT) $(ARGS)
+
+test: $(READY)
+	@$(PY) -m pytest $(ARGS)
+
+check: $(READY)
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports
+	@$(PY) -m pytest -q -m "not slow and not gpu" $(FAST_TESTS)
+
+bench: $(READY)
+	@$(PY) benchmarks/serve.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON)) $(ARGS)
+
+format: $(READY)
+	@$(VENV)/bin/ruff check --fix .
+	@$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist

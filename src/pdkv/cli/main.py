@@ -1,0 +1,64 @@
+"""The ``pdkv`` command: one file per verb, loaded only when that verb is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from pdkv import __version__
+from pdkv.errors import PdkvError
+
+VERBS = ("plan", "serve", "demo")
+
+
+class _Verbs(TyperGroup):
+    """Looks a verb up by importing its file, so that `pdkv plan` does not pay for the options of the others."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in VERBS:
+            return None
+        command = typer.main.get_command(importlib.import_module(f"pdkv.cli.{cmd_name}").app)
+        command.name = cmd_name
+        return command
+
+
+app = typer.Typer(
+    name="pdkv",
+    cls=_Verbs,
+    help="The KV-cache memory of prefill/decode-disaggregated LLM serving: plan it, run it, see it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"pdkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+def run() -> None:
+    """Run the command line. An error for people goes to stderr without a traceback, and the exit status is 2."""
+    try:
+        app()
+    except PdkvError as error:
+        print(f"pdkv: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,105 @@
+"""The answer of `pdkv plan`: the object that ``--json`` prints (design 6.2), as plain data.
+
+Bytes are integers of the bottleneck rank. A field that the given facts do not determine is null, never a guess.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """``layers`` counts layers that own KV; ``params`` and ``weights_bytes`` (whole model) where they are known."""
+
+    name: str
+    layers: int
+    params: int | None
+    weights_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFacts:
+    """``page_bytes``: one layer, one block, one rank. ``window`` in tokens, null for full attention."""
+
+    kind: str
+    layers: int
+    block_size: int
+    page_bytes: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvFacts:
+    """``bytes_per_token`` is marginal, at long context, on the bottleneck rank; replicas count in ``_all_ranks``."""
+
+    bytes_per_token: int
+    bytes_per_token_all_ranks: int
+    fixed_bytes_per_request: int
+    bytes_per_block: int
+    block_size: int
+    groups: tuple[GroupFacts, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFacts:
+    """Where the budget comes from; ``basis`` "given": stated by the user, so that nothing had to be estimated."""
+
+    available_kv_bytes: int
+    basis: str
+    total_bytes: int | None = None
+    requested_bytes: int | None = None
+    weights_bytes: int | None = None
+    activation_bytes: int | None = None
+    non_torch_bytes: int | None = None
+    cudagraph_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityFacts:
+    """``kv_cache_size_tokens`` is vLLM's figure: ``max_concurrency`` times ``max_model_len``."""
+
+    num_blocks: int
+    usable_blocks: int
+    blocks_per_max_len_request: int
+    kv_cache_size_tokens: int
+    max_concurrency: float
+    max_model_len: int
+    estimated_max_model_len: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """One GPU. ``num_blocks`` is what it could hold alone, before all are cut to the smallest."""
+
+    rank: int
+    pipeline_stage: int
+    layers: int
+    bytes_per_block: int
+    available_kv_bytes: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Something to change, and what it would do."""
+
+    id: str
+    text: str
+    effect: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """All of it."""
+
+    model: ModelFacts
+    kv: KvFacts
+    memory: MemoryFacts
+    capacity: CapacityFacts
+    ranks: tuple[RankFacts, ...]
+    rules: str
+    advice: tuple[Advice, ...]
+    warnings: tuple[str, ...]

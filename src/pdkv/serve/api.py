@@ -1,0 +1,221 @@
+"""The OpenAI API of one instance, with health, metrics and the memory report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from pdkv.core.ports import Int32Array
+from pdkv.errors import PdkvError
+from pdkv.serve.engine import ServedInstance
+from pdkv.serve.generation import Choice, Delta, Frontend
+from pdkv.serve.http import (
+    JsonResponse,
+    StreamResponse,
+    error_response,
+    install_error_handlers,
+    read_body,
+    request_id_of,
+    until_disconnect,
+)
+from pdkv.serve.memory_report import memory_report
+from pdkv.serve.openai import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    chat_generation,
+    completion_generation,
+    parse_json,
+    parse_request,
+    prompts_of,
+)
+from pdkv.serve.params import offered_sources
+from pdkv.serve.responses import SSE_DONE, Answer, sse
+from pdkv.serve.telemetry import CONTENT_TYPE, Telemetry
+
+
+def create_app(instance: ServedInstance, telemetry: Telemetry, *, served_model_name: str | None = None) -> FastAPI:
+    """The application that serves ``instance``. ``telemetry`` must be the one that hears the instance's events."""
+    api = InstanceApi(instance, telemetry, served_model_name or instance.info.model_name)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        api.frontend.close()
+
+    app = FastAPI(title=f"pdkv {instance.info.role}", lifespan=lifespan)
+    install_error_handlers(app)
+    app.add_api_route("/v1/completions", api.completions, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"])
+    app.add_api_route("/v1/models", api.models, methods=["GET"])
+    app.add_api_route("/health", api.health, methods=["GET"])
+    app.add_api_route("/metrics", api.metrics, methods=["GET"])
+    app.add_api_route("/debug/memory", api.memory, methods=["GET"])
+    return app
+
+
+class InstanceApi:
+    """The handlers. A request is parsed, turned into choices, submitted, and answered whole or as a stream."""
+
+    def __init__(self, instance: ServedInstance, telemetry: Telemetry, model_name: str) -> None:
+        self.frontend = Frontend(instance, telemetry)
+        self._instance = instance
+        self._telemetry = telemetry
+        self._model_name = model_name
+        self._created = int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        """``POST /v1/completions``."""
+        return await self._answer(request, chat=False)
+
+    async def chat(self, request: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        return await self._answer(request, chat=True)
+
+    async def models(self, _request: Request) -> Response:
+        """``GET /v1/models``: the one model served."""
+        model = {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "pdkv",
+            "root": self._instance.info.model_name,
+            "max_model_len": self._instance.info.max_model_len,
+        }
+        return JsonResponse({"object": "list", "data": [model]})
+
+    async def health(self, _request: Request) -> Response:
+        """``GET /health``: 200, or 503 with the reason when the engine has stopped."""
+        if (failure := self._instance.failed) is not None:
+            reason = str(failure) or type(failure).__name__
+            return JsonResponse({"status": "failed", "reason": reason}, status_code=503)
+        info = self._instance.info
+        return JsonResponse({"status": "ok", "role": info.role, "engine_id": info.engine_id})
+
+    async def metrics(self, _request: Request) -> Response:
+        """``GET /metrics`` in Prometheus' text format."""
+        return Response(self._telemetry.render(self._instance), media_type=CONTENT_TYPE)
+
+    async def memory(self, _request: Request) -> Response:
+        """``GET /debug/memory``."""
+        report = memory_report(self._instance.info, self._instance.memory(), time.monotonic_ns())
+        return JsonResponse({"instances": [report]})
+
+    async def _answer(self, request: Request, *, chat: bool) -> Response:
+        request_id = request_id_of(request)
+        headers = {"x-request-id": request_id}
+        try:
+            body = parse_json(await read_body(request))
+            return await self._generate(request, body, chat=chat, request_id=request_id, headers=headers)
+        except (ApiError, PdkvError) as error:
+            return error_response(error, headers)
+
+    async def _generate(
+        self, request: Request, body: dict[str, Any], *, chat: bool, request_id: str, headers: dict[str, str]
+    ) -> Response:
+        self.frontend.check_alive()
+        answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
+        try:
+            prompts, generation = await self._parse(body, chat=chat)
+            choices = self.frontend.plan(prompts, generation, answer_id)
+        except Exception:
+            self.frontend.release(offered_sources(body.get("kv_transfer_params")))
+            raise
+        self.frontend.submit(choices)
+        answer = Answer(
+            chat=chat,
+            answer_id=answer_id,
+            model=self._model_name,
+            choices=choices,
+            tokenizer=self._instance.model.tokenizer,
+            want_logprobs=generation.logprobs,
+        )
+        deltas = self.frontend.deltas(choices)
+        if not generation.stream:
+            return await until_disconnect(request.receive, self._whole(answer, deltas, choices, headers))
+        # The first delta is awaited before the status line is sent, so that a request that fails at once gets its 5xx.
+        first = await until_disconnect(request.receive, anext(deltas))
+        body_chunks = self._stream(answer, first, deltas, generation)
+        return StreamResponse(body_chunks, headers=headers, cleanup=deltas.aclose)
+
+    async def _parse(self, body: dict[str, Any], *, chat: bool) -> tuple[list[Int32Array], Generation]:
+        if chat:
+            chat_request = parse_request(ChatRequest, body)
+            self._check_model(chat_request.model)
+            generation = chat_generation(chat_request)
+        else:
+            completion = parse_request(CompletionRequest, body)
+            self._check_model(completion.model)
+            texts = prompts_of(completion)
+            generation = completion_generation(completion, len(texts))
+        if generation.stream and any(transfer.produce for transfer in generation.transfers):
+            raise ApiError(
+                400,
+                "stream: a request with do_remote_decode is answered whole (its kv_transfer_params are in the body); "
+                "send stream = false",
+                param="stream",
+                code="unsupported_value",
+            )
+        if chat:
+            return [await self.frontend.encode_chat(chat_request)], generation
+        return [await self.frontend.encode(text) for text in texts], generation
+
+    def _check_model(self, name: str | None) -> None:
+        served = {self._model_name, self._instance.info.model_name}
+        if name is not None and name not in served:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here; this instance serves {self._model_name!r} (see /v1/models)",
+                kind="not_found_error",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def _whole(
+        self,
+        answer: Answer,
+        deltas: AsyncGenerator[tuple[Choice, Delta]],
+        choices: Sequence[Choice],
+        headers: dict[str, str],
+    ) -> Response:
+        async with aclosing(deltas):
+            async for choice, delta in deltas:
+                answer.add(choice, delta)
+        return JsonResponse(answer.body(self._transfer_params(answer, choices)), headers=headers)
+
+    def _transfer_params(self, answer: Answer, choices: Sequence[Choice]) -> Any:
+        """One object for one prompt, a list for several, ``None`` when nothing was kept."""
+        params = []
+        for choice in choices:
+            if choice.request.produce:
+                finished = answer.results[choice.index].finished
+                assert finished is not None
+                params.append(self.frontend.transfer_params(choice, finished))
+        if not any(params):
+            return None
+        return params[0] if len({choice.prompt_index for choice in choices}) == 1 else params
+
+    async def _stream(
+        self,
+        answer: Answer,
+        first: tuple[Choice, Delta],
+        deltas: AsyncGenerator[tuple[Choice, Delta]],
+        generation: Generation,
+    ) -> AsyncGenerator[bytes]:
+        for chunk in answer.first_chunks():
+            yield sse(chunk)
+        try:
+            yield sse(answer.chunk(*first, with_usage=generation.continuous_usage))
+            async for choice, delta in deltas:
+                yield sse(answer.chunk(choice, delta, with_usage=generation.continuous_usage))
+            if generation.include_usage:
+                yield sse(answer.usage_chunk())
+        except ApiError as error:
+            yield sse(error.body())
+        yield SSE_DONE

@@ -1,0 +1,358 @@
+"""From a parsed API request to the instance and back: prompts to tokens, updates to text, aborts for who left."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from pdkv.core.ports import Finished, FinishReason, Int32Array, NewRequest, RemoteSource, TokenSampled
+from pdkv.errors import BadRequest
+from pdkv.runtime.sampler import SamplingParams, TokenLogprobs
+from pdkv.serve.detokenizer import TextStream
+from pdkv.serve.engine import ServedInstance, UpdateLike
+from pdkv.serve.openai import ApiError, ChatMessage, ChatRequest, Generation
+from pdkv.serve.params import grant_to_params
+
+_FAILED_CHECK_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one update adds to a choice. ``finished`` is set on the last one, with its ``finish_reason``."""
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finished: Finished | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sequence to generate: choice ``index`` of the answer, belonging to prompt number ``prompt_index``."""
+
+    index: int
+    prompt_index: int
+    request: NewRequest
+    sampling: SamplingParams
+    text: TextStream
+    updates: asyncio.Queue[UpdateLike] = field(default_factory=asyncio.Queue)
+    after: asyncio.Event | None = None
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    submitted: bool = False
+    ended: bool = False
+
+
+class Arrivals(Protocol):
+    """Who is told of submissions (telemetry): before each, and again when the instance refused it."""
+
+    def arrived(self, request_id: str) -> None: ...
+
+    def refused(self, request_id: str) -> None: ...
+
+
+class Frontend:
+    """Submits to one instance on behalf of the event loop that it is used from."""
+
+    def __init__(self, instance: ServedInstance, arrivals: Arrivals) -> None:
+        self.instance = instance
+        self._arrivals = arrivals
+        # One thread: a Hugging Face tokenizer cannot be called from several, and long prompts must not stop the loop.
+        self._tokenizer_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pdkv-tokenizer")
+
+    def close(self) -> None:
+        """Stop the tokenizer thread."""
+        self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, prompt: str | list[int]) -> Int32Array:
+        """The prompt as int32[n], n >= 1. Raises `BadRequest` for ids outside the vocabulary or an empty prompt."""
+        if isinstance(prompt, str):
+            tokens = await self._in_tokenizer_thread(self._encode_text, prompt, True)
+        else:
+            vocab_size = self.instance.model.vocab_size
+            wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
+            if wrong is not None:
+                raise BadRequest(f"prompt: token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})")
+            tokens = np.asarray(prompt, dtype=np.int32)
+        if tokens.size == 0:
+            raise BadRequest("prompt: it has no tokens; give at least one character")
+        return tokens
+
+    async def encode_chat(self, request: ChatRequest) -> Int32Array:
+        """The conversation as int32[n] by the model's chat template. Raises `ApiError` when it has none or refuses."""
+        if request.chat_template is not None:
+            raise ApiError(
+                400, "chat_template: a request cannot bring its own template; the model's is used",
+                param="chat_template", code="unsupported_value",
+            )  # fmt: skip
+        if getattr(self.instance.model.tokenizer, "chat_template", None) is None:
+            raise ApiError(
+                400,
+                f"the model {self.instance.info.model_name} has no chat template (it is a base model); "
+                "use /v1/completions",
+                code="no_chat_template",
+            )
+        messages = [_plain_message(message, i) for i, message in enumerate(request.messages)]
+        tokens = await self._in_tokenizer_thread(self._encode_messages, messages, request)
+        if tokens.size == 0:
+            raise BadRequest("messages: the chat template made no tokens of them")
+        return tokens
+
+    async def _in_tokenizer_thread(self, function: Callable[..., Int32Array], *args: Any) -> Int32Array:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function, *args)
+
+    def _encode_text(self, text: str, add_special_tokens: bool) -> Int32Array:
+        if self.instance.model.tokenizer is None:
+            raise BadRequest(f"the model {self.instance.info.model_name} has no tokenizer; send prompts as token ids")
+        ids = self.instance.model.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return np.asarray(ids, dtype=np.int32)
+
+    def _encode_messages(self, messages: list[dict[str, Any]], request: ChatRequest) -> Int32Array:
+        continued = bool(request.continue_final_message)
+        asked = request.add_generation_prompt
+        try:
+            text = self.instance.model.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=not continued if asked is None else asked,
+                continue_final_message=continued,
+                **(request.chat_template_kwargs or {}),
+            )
+        except Exception as error:  # a template is the model's own program: whatever it raises is about the messages
+            text = f"messages: the model's chat template refused them: {error}"
+            raise ApiError(400, text, param="messages") from None
+        return self._encode_text(text, False)
+
+    def plan(self, prompts: Sequence[Int32Array], generation: Generation, base_id: str) -> list[Choice]:
+        """The choices of a request, prompt by prompt, not yet submitted. Raises `BadRequest`."""
+        model = self.instance.model
+        choices: list[Choice] = []
+        for prompt_index, prompt in enumerate(prompts):
+            max_tokens = self._max_tokens(len(prompt), generation)
+            transfer = generation.transfer(prompt_index)
+            stop_ids = generation.stop_token_ids
+            if not generation.ignore_eos:
+                stop_ids |= frozenset(int(token) for token in model.eos_token_ids)
+            for i in range(generation.n):
+                first = i == 0
+                request = NewRequest(
+                    request_id=f"{base_id}-{len(choices)}-{uuid.uuid4().hex[:8]}",
+                    prompt=prompt,
+                    max_tokens=max_tokens,
+                    min_tokens=generation.min_tokens,
+                    stop_token_ids=stop_ids,
+                    priority=generation.priority,
+                    cache_salt=generation.cache_salt,
+                    produce=transfer.produce and first,
+                    source=transfer.source if first else None,
+                )
+                text = TextStream(
+                    model.tokenizer,
+                    prompt.tolist(),
+                    stops=generation.stop,
+                    include_stop=generation.include_stop,
+                    stop_token_ids=stop_ids,
+                    min_tokens=generation.min_tokens,
+                    skip_special_tokens=generation.skip_special_tokens,
+                )
+                choice = Choice(len(choices), prompt_index, request, self._sampling(generation, i), text)
+                if not first and transfer.source is not None:
+                    # One lease is read once. The siblings start when the first has its prompt's KV, and hit the cache.
+                    choice.after = choices[len(choices) - i].started
+                choices.append(choice)
+        return choices
+
+    def _sampling(self, generation: Generation, sibling: int) -> SamplingParams:
+        given = dict(generation.sampling)
+        if "seed" in given:
+            given["seed"] += sibling
+        sampling = SamplingParams(**given)
+        sampling.validate()
+        return sampling
+
+    def _max_tokens(self, prompt_tokens: int, generation: Generation) -> int:
+        limit = self.instance.info.max_model_len
+        room = limit - prompt_tokens
+        if room < 1:
+            raise BadRequest(
+                f"the prompt has {prompt_tokens} tokens, but the model's context is {limit} tokens and at least one "
+                "must be left for the answer; shorten the prompt"
+            )
+        if generation.max_tokens is None:
+            return room
+        if generation.max_tokens > room:
+            raise BadRequest(
+                f"max_tokens = {generation.max_tokens} and a prompt of {prompt_tokens} tokens need "
+                f"{generation.max_tokens + prompt_tokens} tokens, but the model's context is {limit}; "
+                f"ask for at most {room} or shorten the prompt"
+            )
+        return generation.max_tokens
+
+    def submit(self, choices: Sequence[Choice]) -> None:
+        """Submit the choices that need not wait for a sibling. After an error (raised) none of them is left running."""
+        try:
+            for choice in choices:
+                if choice.after is None:
+                    self._submit(choice)
+        except BaseException:
+            self.abandon(choices)
+            raise
+
+    def _submit(self, choice: Choice) -> None:
+        loop = asyncio.get_running_loop()
+
+        def sink(update: UpdateLike) -> None:
+            try:
+                loop.call_soon_threadsafe(choice.updates.put_nowait, update)
+            except RuntimeError:  # the loop is closed: the server is going down and nobody waits for this answer
+                pass
+
+        self._arrivals.arrived(choice.request.request_id)
+        try:
+            self.instance.submit(choice.request, choice.sampling, sink)
+        except BaseException:
+            self._arrivals.refused(choice.request.request_id)
+            raise
+        choice.submitted = True
+
+    def abandon(self, choices: Sequence[Choice]) -> None:
+        """Abort what still runs, and give back the grants of what was never submitted."""
+        for choice in choices:
+            if choice.submitted and not choice.ended:
+                choice.ended = True
+                self.instance.abort(choice.request.request_id, FinishReason.ABORT)
+            elif not choice.submitted and choice.request.source is not None:
+                self.instance.release(choice.request.source)
+
+    def release(self, sources: Sequence[RemoteSource]) -> None:
+        """Give grants back that will never be used, because the request was refused."""
+        for source in sources:
+            self.instance.release(source)
+
+    async def deltas(self, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, Delta]]:
+        """The deltas of all choices as they come. Ends when all have finished; leaving early aborts the rest.
+
+        Raises `ApiError` when a choice ends in an error or the instance fails.
+        """
+        merged: asyncio.Queue[tuple[Choice, Delta | BaseException]] = asyncio.Queue()
+
+        async def pump(choice: Choice) -> None:
+            try:
+                async for delta in self._choice_deltas(choice):
+                    merged.put_nowait((choice, delta))
+            except Exception as error:
+                merged.put_nowait((choice, error))
+
+        tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+        try:
+            left = len(choices)
+            while left:
+                choice, delta = await merged.get()
+                if isinstance(delta, BaseException):
+                    raise delta
+                left -= delta.finished is not None
+                yield choice, delta
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.abandon(choices)
+
+    async def _choice_deltas(self, choice: Choice) -> AsyncIterator[Delta]:
+        if choice.after is not None:
+            await choice.after.wait()
+            self._submit(choice)
+        try:
+            while not choice.ended:
+                delta = self._apply(choice, await self._next_update(choice))
+                if delta is not None:
+                    choice.started.set()
+                    yield delta
+        finally:
+            choice.started.set()
+
+    async def _next_update(self, choice: Choice) -> UpdateLike:
+        """The next update; a failed instance may never send one, so its state is looked at now and then."""
+        while True:
+            try:
+                return await asyncio.wait_for(choice.updates.get(), _FAILED_CHECK_S)
+            except TimeoutError:
+                self.check_alive()
+
+    def check_alive(self) -> None:
+        """Raises `ApiError` 503 with the reason when the instance has failed."""
+        if (failure := self.instance.failed) is not None:
+            reason = str(failure) or type(failure).__name__
+            raise ApiError(503, f"the instance has stopped: {reason}", code="instance_failed")
+
+    def _apply(self, choice: Choice, update: UpdateLike) -> Delta | None:
+        """Fold one update into the choice's text; ``None`` when it shows nothing (admitted, loading, preempted)."""
+        pieces: list[str] = []
+        tokens: list[int] = []
+        finished: Finished | None = None
+        stopped_before = choice.text.stop is not None
+        for event in update.events:
+            if isinstance(event, TokenSampled) and choice.text.stop is None:
+                pieces.append(choice.text.push(event.token))
+                tokens.append(event.token)
+            elif isinstance(event, Finished):
+                finished = event
+        if finished is None:
+            if choice.text.stop is not None and not stopped_before:
+                self.instance.abort(choice.request.request_id, FinishReason.STOP)
+            if not tokens:
+                return None
+        logprobs = () if update.logprobs is None or not tokens else (update.logprobs,)
+        if finished is None:
+            return Delta("".join(pieces), tuple(tokens), logprobs)
+        choice.ended = True
+        if finished.reason is FinishReason.ERROR:
+            raise ApiError(500, finished.error or "the request failed inside the instance", code="request_failed")
+        pieces.append(choice.text.finish())
+        reason, stop_reason = self._outcome(choice, finished, tokens)
+        return Delta("".join(pieces), tuple(tokens), logprobs, finished, reason, stop_reason)
+
+    def _outcome(self, choice: Choice, finished: Finished, tokens: list[int]) -> tuple[str, str | int | None]:
+        """Finish reason, and the stop string or stop token that ended it (``None`` for EOS and length)."""
+        if choice.text.stop is not None:
+            return FinishReason.STOP.value, choice.text.stop.stop
+        eos = self.instance.model.eos_token_ids
+        by_token = finished.reason is FinishReason.STOP and tokens and tokens[-1] not in eos
+        return finished.reason.value, tokens[-1] if by_token else None
+
+    def transfer_params(self, choice: Choice, finished: Finished) -> dict[str, Any] | None:
+        """``kv_transfer_params`` of a finished prefill; ``None`` when its KV was not kept."""
+        if finished.lease is None:
+            return None
+        info = self.instance.info
+        return grant_to_params(
+            finished.lease,
+            engine_id=info.engine_id,
+            request_id=choice.request.request_id,
+            host=info.side_channel_host,
+            port=info.side_channel_port,
+        )
+
+
+def _plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
+    """A message as templates expect it: ``content`` as one string. Raises `ApiError` for images and the like."""
+    plain = message.model_dump(exclude_none=True)
+    parts = plain.get("content")
+    if isinstance(parts, list):
+        for part in parts:
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ApiError(
+                    400,
+                    f"messages.{index}.content: parts of type {part.get('type')!r} are not supported; send text only",
+                    param="messages",
+                    code="unsupported_value",
+                )
+        plain["content"] = "\n".join(part["text"] for part in parts)
+    plain.setdefault("content", "")
+    return plain

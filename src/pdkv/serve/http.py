@@ -1,0 +1,167 @@
+"""HTTP pieces that API and router share: request ids, error answers, and work that stops when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from pdkv.errors import BadRequest, DoesNotFit, PdkvError
+from pdkv.serve.openai import ApiError
+
+MAX_BODY_BYTES = 64 << 20
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+
+Receive = Callable[[], Awaitable[Any]]
+Result = TypeVar("Result")
+
+
+class ClientLeft(Exception):
+    """The client closed the connection; nobody reads the answer."""
+
+
+class JsonResponse(Response):
+    """A JSON answer encoded by msgspec (UTF-8, compact)."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def request_id_of(request: Request) -> str:
+    """The client's ``x-request-id``, or a new one. Raises `ApiError` 400 for one with characters that ids cannot have.
+
+    A comma separates ids in heartbeat messages of NIXL peers, so it is not allowed, nor is anything unprintable.
+    """
+    given = request.headers.get("x-request-id")
+    if given is None:
+        return uuid.uuid4().hex
+    if _REQUEST_ID.fullmatch(given) is None:
+        raise ApiError(
+            400,
+            f"x-request-id {given[:60]!r}: use 1 to 128 letters, digits and . _ : - (no commas or spaces)",
+            param="x-request-id",
+            code="invalid_value",
+        )
+    return given
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises `ApiError` 413 above 64 MiB."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the request body is larger than {MAX_BODY_BYTES >> 20} MiB", code="body_too_large")
+    return bytes(body)
+
+
+def error_response(error: Exception, headers: dict[str, str] | None = None) -> JsonResponse:
+    """The OpenAI error answer for ``error``: 400 for what the client can change, else 500 (or `ApiError`'s own)."""
+    if not isinstance(error, ApiError):
+        if isinstance(error, DoesNotFit):
+            error = ApiError(400, str(error), code="does_not_fit")
+        elif isinstance(error, BadRequest):
+            error = ApiError(400, str(error))
+        elif isinstance(error, PdkvError):
+            error = ApiError(500, str(error))
+        else:
+            error = ApiError(500, f"internal error: {type(error).__name__}: {error}")
+    return JsonResponse(error.body(), status_code=error.status, headers=headers)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every error of ``app``, unknown paths and methods included, an OpenAI error object."""
+
+    async def ours(_request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def of_starlette(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        text = f"{request.method} {request.url.path}: {error.detail}"
+        return JsonResponse(ApiError(error.status_code, text).body(), status_code=error.status_code)
+
+    async def left(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=499)
+
+    for kind in (ApiError, PdkvError, Exception):
+        app.add_exception_handler(kind, ours)
+    app.add_exception_handler(HTTPException, of_starlette)
+    for kind in (ClientLeft, ClientDisconnect):  # while it was answered; while its body was read
+        app.add_exception_handler(kind, left)
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of ``work``, which is cancelled (`ClientLeft`) when the client disconnects first.
+
+    The request's body must have been read, so that the next thing ``receive`` gives is the disconnect.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive()).get("type") != "http.disconnect":
+        pass
+
+
+class StreamResponse(Response):
+    """Sends the chunks of ``body`` as they come and closes it at once when the client leaves.
+
+    ``cleanup`` is awaited last, however it ends, even when ``body`` was never begun.
+
+    Starlette's own streaming response notices a client that left only when it sends; a request that waits in a queue
+    sends nothing for a long time.
+    """
+
+    def __init__(
+        self,
+        body: AsyncGenerator[bytes],
+        *,
+        status_code: int = 200,
+        headers: dict[str, str] | None = None,
+        media_type: str | None = "text/event-stream; charset=utf-8",
+        cleanup: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        super().__init__(status_code=status_code, headers=headers, media_type=media_type)
+        if "content-length" not in {name.lower() for name in headers or {}} and "content-length" in self.headers:
+            del self.headers["content-length"]  # Starlette counted an empty body
+        self._body = body
+        self._cleanup = cleanup
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await until_disconnect(receive, self._send_all(send))
+        except ClientLeft:
+            pass
+
+    async def _send_all(self, send: Any) -> None:
+        try:
+            async with aclosing(self._body):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                async for chunk in self._body:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            if self._cleanup is not None:
+                await self._cleanup()

@@ -1,0 +1,41 @@
+"""`/debug/memory` (design 6.4): the ledger of an instance as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdkv.core.ports import MemoryView
+from pdkv.serve.engine import InfoLike
+from pdkv.units import NS_PER_S
+
+
+def memory_report(info: InfoLike, view: MemoryView, now_ns: int) -> dict[str, Any]:
+    """One entry of ``instances``; ``accounts`` sum to ``num_blocks``.
+
+    ``since_s`` is how long ago a holder began, ``deadline_s`` how long it may still hold: null where nothing bounds it
+    but its own end, negative when the deadline has passed and is being dealt with.
+    """
+    return {
+        "role": info.role,
+        "engine_id": info.engine_id,
+        "model": info.model_name,
+        "transport": info.transport,
+        "num_blocks": view.num_blocks,
+        "block_size": view.block_size,
+        "bytes_per_block": info.bytes_per_block,
+        "accounts": dict(view.accounts),
+        "peaks": dict(view.peaks),
+        "holders": [
+            {
+                "request_id": holder.request_id,
+                "account": holder.account,
+                "blocks": holder.blocks,
+                "cause": holder.cause,
+                "since_s": round((now_ns - holder.since_ns) / NS_PER_S, 3),
+                "deadline_s": None
+                if holder.deadline_ns is None
+                else round((holder.deadline_ns - now_ns) / NS_PER_S, 3),
+            }
+            for holder in view.holders
+        ],
+    }

@@ -1,0 +1,203 @@
+"""What `pdkv serve` can be told, checked once here and passed whole afterwards (light: the CLI imports it)."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pdkv.errors import ConfigError
+from pdkv.units import format_bytes
+
+Role = Literal["prefill", "decode"]
+Transport = Literal["auto", "nixl", "shm"]
+Policy = Literal["strict", "vllm"]
+LoadFailurePolicy = Literal["recompute", "fail"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+PrefillFallback = Literal["local", "fail"]
+
+DEFAULT_PORT = 8000
+DEFAULT_CHILD_PORTS: dict[str, int] = {"prefill": 8100, "decode": 8200}
+
+
+def _require(condition: bool, text: str) -> None:
+    if not condition:
+        raise ConfigError(text)
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    _require(value in allowed, f"{option} {value}: there is no such choice; use one of {', '.join(allowed)}")
+
+
+def _port(option: str, value: int) -> None:
+    _require(0 <= value <= 65535, f"{option} {value}: a TCP port is 0 (any free one) to 65535")
+
+
+def _positive(option: str, value: float | None) -> None:
+    _require(value is None or value > 0, f"{option} {value}: must be greater than 0")
+
+
+def _host(option: str, value: str) -> None:
+    """A host is an address or a name without port or scheme."""
+    try:
+        ipaddress.ip_address(value)
+    except ValueError:
+        _require(
+            bool(value) and not any(c in value for c in "/: \t"),
+            f"{option} {value!r}: give an address or host name alone, for example 127.0.0.1",
+        )
+
+
+def check_url(option: str, url: str) -> str:
+    """``url`` without a trailing slash. Raises `ConfigError` unless it is http(s)://host[:port]."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    _require(
+        usable and not parts.query and not parts.fragment,
+        f"{option} {url}: not a URL of an instance; write it as http://127.0.0.1:8100",
+    )
+    return url.rstrip("/")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InstanceOptions:
+    """One prefill or decode instance. ``None`` always means "not set: decide from the model and the machine".
+
+    ``port`` 0 and ``side_channel_port`` 0 take any free port. ``kv_load_failure_policy`` None follows ``policy``
+    (``recompute`` under strict, ``fail`` under vllm). ``memory_share`` is this instance's part of what
+    ``gpu_memory_utilization`` allows, when several instances share a machine. Raises `ConfigError` on construction,
+    naming the option.
+    """
+
+    role: Role
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    device: str = "auto"
+    dtype: Dtype = "auto"
+    max_model_len: int | Literal["auto"] | None = None
+    block_size: int = 16
+    gpu_memory_utilization: float | None = None
+    memory_share: float = 1.0
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    watermark: float = 0.0
+    transport: Transport = "auto"
+    policy: Policy = "strict"
+    kv_load_failure_policy: LoadFailurePolicy | None = None
+    kv_load_timeout_s: float = 60.0
+    kv_lease_duration_s: int = 30
+    max_leased_fraction: float = 0.5
+    side_channel_port: int = 0
+    threads: int | None = None
+    served_model_name: str | None = None
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("role", self.role, ("prefill", "decode"))
+        _require(bool(self.model.strip()), "MODEL is empty: give smollm2, a directory, a .gguf file or a hub id")
+        _host("--host", self.host)
+        _port("--port", self.port)
+        _port("--side-channel-port", self.side_channel_port)
+        device_ok = self.device in ("auto", "cpu", "cuda") or (
+            self.device.startswith("cuda:") and self.device[5:].isdigit()
+        )
+        _require(device_ok, f"--device {self.device}: use auto, cpu, cuda or cuda:N")
+        _one_of("--dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        if self.max_model_len is not None and self.max_model_len != "auto":
+            _require(
+                isinstance(self.max_model_len, int) and self.max_model_len >= 2,
+                f"--max-model-len {self.max_model_len}: at least 2 tokens (one of prompt, one of answer), or auto",
+            )
+        block_size_ok = 1 <= self.block_size <= 1024 and self.block_size & (self.block_size - 1) == 0
+        _require(block_size_ok, f"--block-size {self.block_size}: use a power of two from 1 to 1024, for example 16")
+        _require(
+            self.gpu_memory_utilization is None or 0 < self.gpu_memory_utilization <= 1,
+            f"--gpu-memory-utilization {self.gpu_memory_utilization}: a fraction above 0 and at most 1",
+        )
+        _require(0 < self.memory_share <= 1, f"memory share {self.memory_share}: above 0 and at most 1")
+        _require(
+            self.kv_cache_memory_bytes is None or self.kv_cache_memory_bytes >= 1 << 20,
+            f"--kv-cache-memory-bytes {format_bytes(self.kv_cache_memory_bytes or 0)}: give at least 1 MiB",
+        )
+        _require(
+            self.num_gpu_blocks_override is None or self.num_gpu_blocks_override >= 2,
+            f"--num-gpu-blocks-override {self.num_gpu_blocks_override}: at least 2 (one block is the null block)",
+        )
+        _require(self.max_num_seqs >= 1, f"--max-num-seqs {self.max_num_seqs}: at least 1")
+        budget = self.max_num_batched_tokens
+        _require(budget >= 1, f"--max-num-batched-tokens {budget}: at least 1")
+        _require(0 <= self.watermark < 1, f"--watermark {self.watermark}: a fraction of the pool, 0 up to below 1")
+        _one_of("--transport", self.transport, ("auto", "nixl", "shm"))
+        _one_of("--policy", self.policy, ("strict", "vllm"))
+        if self.kv_load_failure_policy is not None:
+            _one_of("--kv-load-failure-policy", self.kv_load_failure_policy, ("recompute", "fail"))
+        _positive("--kv-load-timeout", self.kv_load_timeout_s)
+        _require(
+            self.kv_lease_duration_s >= 6,
+            f"--kv-lease-duration {self.kv_lease_duration_s}: at least 6 s, for a heartbeat is sent every sixth of it",
+        )
+        _require(
+            0 < self.max_leased_fraction <= 1,
+            f"--max-leased-fraction {self.max_leased_fraction}: a fraction above 0 and at most 1",
+        )
+        _require(self.threads is None or self.threads >= 1, f"--threads {self.threads}: at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterOptions:
+    """The proxy in front of prefill and decode instances (URLs like ``http://127.0.0.1:8100``).
+
+    ``prefill_fallback`` says what happens when no prefill instance can be reached: ``local`` lets the decode instance
+    compute the prompt itself (the answer carries ``x-pdkv-prefill: local``), ``fail`` answers 503 naming P.
+    """
+
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    prefill_fallback: PrefillFallback = "local"
+    connect_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        _require(bool(self.prefill), "--prefill: give the URL of at least one prefill instance")
+        _require(bool(self.decode), "--decode: give the URL of at least one decode instance")
+        object.__setattr__(self, "prefill", tuple(check_url("--prefill", url) for url in self.prefill))
+        object.__setattr__(self, "decode", tuple(check_url("--decode", url) for url in self.decode))
+        _host("--host", self.host)
+        _port("--port", self.port)
+        _one_of("--prefill-fallback", self.prefill_fallback, ("local", "fail"))
+        _positive("--connect-timeout", self.connect_timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """`pdkv serve MODEL`: one P, one D and the router; only ``host:port`` is public, the rest is on loopback.
+
+    ``log_dir`` None keeps the children's logs in a temporary directory that is removed after a clean stop.
+    """
+
+    prefill: InstanceOptions
+    decode: InstanceOptions
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    prefill_fallback: PrefillFallback = "local"
+    start_timeout_s: float = 600.0
+    stop_grace_s: float = 10.0
+    log_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.prefill.role == "prefill", "the first instance of `pdkv serve` must have the role prefill")
+        _require(self.decode.role == "decode", "the second instance of `pdkv serve` must have the role decode")
+        _host("--host", self.host)
+        _port("--port", self.port)
+        _one_of("--prefill-fallback", self.prefill_fallback, ("local", "fail"))
+        _positive("--start-timeout", self.start_timeout_s)
+        _positive("--stop-grace", self.stop_grace_s)

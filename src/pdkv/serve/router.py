@@ -1,0 +1,323 @@
+"""The P/D proxy (design 3): the prompt to a prefill instance, then the request with P's lease to a decode instance.
+
+What P answers is opaque here. The client's own ``kv_transfer_params`` are stripped. D's bytes go to the client as they
+are. When no P can be reached, D computes the prompt itself unless ``prefill_fallback`` is ``fail``: a slower answer is
+what a user expects from a router that still has a working instance, and the header ``x-pdkv-prefill: local`` and a
+metric say that it happened. When D cannot be reached, P's lease ends by expiry: only a consumer may end one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+from fastapi import FastAPI, Request
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.responses import Response
+
+from pdkv.serve.backends import Backend, Pool, Unreachable, open_response
+from pdkv.serve.http import (
+    JsonResponse,
+    StreamResponse,
+    error_response,
+    install_error_handlers,
+    read_body,
+    request_id_of,
+    until_disconnect,
+)
+from pdkv.serve.merge import merge_metrics
+from pdkv.serve.openai import ApiError, parse_json
+from pdkv.serve.options import RouterOptions
+from pdkv.serve.params import PREFILL_LEG
+
+LOG = logging.getLogger("pdkv.router")
+PREFILL_HEADER = "x-pdkv-prefill"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_NOT_FORWARDED = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "upgrade"),
+        *("transfer-encoding", "expect", "host", "content-length", "accept-encoding", "x-request-id", "date", "server"),
+    }
+)
+_DROPPED_ON_PREFILL = ("min_tokens", "n", "best_of", "stream_options", "logprobs", "top_logprobs", "kv_transfer_params")
+_SCRAPE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """What leg 1 gave: P's params for D, or why D prefills itself, or an error answer of P to pass on."""
+
+    params: Any = None
+    local_because: str | None = None
+    refused: Response | None = None
+
+
+class RouterMetrics:
+    """The router's own numbers, beside the merged ones of its instances."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.requests = Counter("pdkv:router_requests", "Answered requests", ["status"], registry=self.registry)
+        self.local = Counter("pdkv:router_local_prefills", "Requests that D prefilled itself", registry=self.registry)
+        self.prefill_s = Histogram("pdkv:router_prefill_leg_seconds", "Seconds of leg 1", registry=self.registry)
+        self.up = Gauge("pdkv:router_backend_up", "1 when the instance answers", ["instance"], registry=self.registry)
+
+
+class Router:
+    """The handlers. One `httpx.AsyncClient` per router, made on the loop that serves."""
+
+    def __init__(self, options: RouterOptions, client: httpx.AsyncClient | None = None) -> None:
+        self._options = options
+        self._prefill = Pool("prefill", options.prefill)
+        self._decode = Pool("decode", options.decode)
+        self._metrics = RouterMetrics()
+        self._client = client or httpx.AsyncClient(
+            # A prompt may queue for long, so only connecting has a limit. No proxy settings from the environment.
+            timeout=httpx.Timeout(None, connect=options.connect_timeout_s),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=3.0),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        """Close the connections to the instances."""
+        await self._client.aclose()
+
+    # -------------------------------------------------------------------------------------------------- generation
+
+    async def generate(self, request: Request) -> Response:
+        """``POST /v1/completions`` and ``/v1/chat/completions``."""
+        request_id = request_id_of(request)
+        try:
+            body = parse_json(await read_body(request))
+            response = await until_disconnect(request.receive, self._both_legs(request, body, request_id))
+        except ApiError as error:
+            response = error_response(error, {"x-request-id": request_id})
+        self._metrics.requests.labels(status=str(response.status_code)).inc()
+        return response
+
+    async def _both_legs(self, request: Request, body: dict[str, Any], request_id: str) -> Response:
+        headers = {k: v for k, v in request.headers.items() if k not in _NOT_FORWARDED}
+        headers |= {"x-request-id": request_id, "accept-encoding": "identity", "content-type": "application/json"}
+        body.pop("kv_transfer_params", None)
+        started = time.monotonic()
+        prefill = await self._prefill_leg(request.url.path, body, headers)
+        if prefill.refused is not None:
+            return prefill.refused
+        if prefill.local_because is not None:
+            LOG.warning("%s: the decode instance prefills itself: %s", request_id, prefill.local_because)
+            self._metrics.local.inc()
+        else:
+            self._metrics.prefill_s.observe(time.monotonic() - started)
+            body["kv_transfer_params"] = prefill.params
+        extra = {"x-request-id": request_id, PREFILL_HEADER: "local" if prefill.local_because else "remote"}
+        return await self._decode_leg(request.url.path, body, headers, extra)
+
+    async def _prefill_leg(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> PrefillResult:
+        leg = {key: value for key, value in body.items() if key not in _DROPPED_ON_PREFILL}
+        leg |= {"stream": False, "max_tokens": 1, "max_completion_tokens": 1, "kv_transfer_params": PREFILL_LEG}
+        content = msgspec.json.encode(leg)
+        failures: list[str] = []
+        for backend in self._prefill.candidates():
+            outgoing = self._client.build_request("POST", backend.url + path, content=content, headers=headers)
+            try:
+                async with open_response(self._client, backend, outgoing) as response:
+                    answer = await response.aread()
+            except Unreachable as error:
+                failures.append(str(error))
+                continue
+            except httpx.TransportError as error:  # P died while it computed: nothing was shown to anybody
+                failures.append(f"{backend.label} {backend.url}: {error or type(error).__name__}")
+                continue
+            if response.status_code == 503:
+                failures.append(f"{backend.label} {backend.url}: {_error_text(answer)}")
+                continue
+            if not response.is_success:
+                return PrefillResult(refused=_passed_on(response, answer))
+            return self._params_of(backend, answer)
+        if self._options.prefill_fallback == "fail":
+            raise ApiError(
+                503,
+                f"no prefill instance answers ({'; '.join(failures)}); start one, or let the decode instance compute "
+                "prompts with --prefill-fallback local",
+                code="prefill_unavailable",
+            )
+        return PrefillResult(local_because="; ".join(failures))
+
+    @staticmethod
+    def _params_of(backend: Backend, answer: bytes) -> PrefillResult:
+        try:
+            decoded = msgspec.json.decode(answer)
+        except msgspec.DecodeError as error:
+            raise ApiError(502, f"{backend.label} {backend.url} answered what is not JSON: {error}") from None
+        params = decoded.get("kv_transfer_params") if isinstance(decoded, dict) else None
+        if not params:
+            return PrefillResult(local_because=f"{backend.label} answered without kv_transfer_params")
+        return PrefillResult(params=params)
+
+    async def _decode_leg(
+        self, path: str, body: dict[str, Any], headers: dict[str, str], extra: dict[str, str]
+    ) -> Response:
+        content = msgspec.json.encode(body)
+        failures: list[str] = []
+        for backend in self._decode.candidates():
+            outgoing = self._client.build_request("POST", backend.url + path, content=content, headers=headers)
+            stack = AsyncExitStack()
+            try:
+                response = await stack.enter_async_context(open_response(self._client, backend, outgoing))
+            except Unreachable as error:
+                failures.append(str(error))
+                continue
+            except httpx.TransportError as error:
+                raise ApiError(
+                    503,
+                    f"{backend.label} {backend.url} closed the connection before it answered "
+                    f"({error or type(error).__name__}); send the request again",
+                    code="decode_failed",
+                ) from None
+            passed = {k: v for k, v in response.headers.items() if k not in _NOT_FORWARDED - {"content-length"}}
+            return StreamResponse(
+                self._bytes(backend, response),
+                status_code=response.status_code,
+                headers=passed | extra,
+                media_type=None,
+                cleanup=stack.aclose,
+            )
+        raise ApiError(503, f"no decode instance answers ({'; '.join(failures)})", code="decode_unavailable")
+
+    @staticmethod
+    async def _bytes(backend: Backend, response: httpx.Response) -> AsyncGenerator[bytes]:
+        try:
+            async for chunk in response.aiter_raw():
+                yield chunk
+        except httpx.TransportError as error:
+            reason = error or type(error).__name__
+            text = f"{backend.label} {backend.url} broke off in the middle of the answer ({reason})"
+            LOG.error("%s", text)
+            if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                raise
+            yield b"data: " + msgspec.json.encode(ApiError(503, text, code="decode_failed").body()) + b"\n\n"
+
+    # ----------------------------------------------------------------------------------------------- merged answers
+
+    async def _get(self, backend: Backend, path: str) -> httpx.Response | str:
+        """The instance's answer, or why there is none."""
+        try:
+            response = await self._client.get(backend.url + path, timeout=_SCRAPE_TIMEOUT_S)
+        except httpx.TransportError as error:
+            self._metrics.up.labels(instance=backend.label).set(0)
+            return f"{backend.label} {backend.url}: {error or type(error).__name__}"
+        self._metrics.up.labels(instance=backend.label).set(1)
+        return response
+
+    async def _get_all(self, path: str) -> list[tuple[Backend, httpx.Response | str]]:
+        backends = [*self._prefill.backends, *self._decode.backends]
+        answers = await asyncio.gather(*(self._get(backend, path) for backend in backends))
+        return list(zip(backends, answers, strict=True))
+
+    async def models(self, _request: Request) -> Response:
+        """``GET /v1/models`` of the first decode instance that answers."""
+        failures = []
+        for backend in self._decode.candidates():
+            answer = await self._get(backend, "/v1/models")
+            if isinstance(answer, httpx.Response):
+                return _passed_on(answer, answer.content)
+            failures.append(answer)
+        return error_response(ApiError(503, f"no decode instance answers ({'; '.join(failures)})"))
+
+    async def health(self, _request: Request) -> Response:
+        """``GET /health``: 200 while at least one instance of each role is healthy; every instance is named."""
+        states: dict[str, str] = {}
+        healthy = {"prefill": 0, "decode": 0}
+        for backend, answer in await self._get_all("/health"):
+            if isinstance(answer, str):
+                states[backend.label] = answer
+            elif answer.is_success:
+                states[backend.label] = "ok"
+                healthy[backend.role] += 1
+            else:
+                states[backend.label] = _reason(answer)
+        missing = [role for role, count in healthy.items() if not count]
+        if missing:
+            return JsonResponse(
+                {"status": "failed", "reason": f"no healthy {' and no '.join(missing)} instance", "instances": states},
+                status_code=503,
+            )
+        all_ok = all(state == "ok" for state in states.values())
+        return JsonResponse({"status": "ok" if all_ok else "degraded", "instances": states})
+
+    async def metrics(self, _request: Request) -> Response:
+        """``GET /metrics``: the instances' metrics with the label ``instance``, and the router's own."""
+        texts = {
+            backend.label: answer.text
+            for backend, answer in await self._get_all("/metrics")
+            if isinstance(answer, httpx.Response) and answer.is_success
+        }
+        return Response(merge_metrics(texts, self._metrics.registry), media_type=CONTENT_TYPE)
+
+    async def memory(self, _request: Request) -> Response:
+        """``GET /debug/memory``: the instances' ledgers in one list; those without an answer under ``unreachable``."""
+        instances: list[Any] = []
+        unreachable: list[str] = []
+        for backend, answer in await self._get_all("/debug/memory"):
+            if isinstance(answer, str):
+                unreachable.append(answer)
+                continue
+            try:
+                instances += [{**entry, "instance": backend.label} for entry in answer.json()["instances"]]
+            except (ValueError, KeyError, TypeError):
+                unreachable.append(f"{backend.label} {backend.url}: no ledger there (HTTP {answer.status_code})")
+        return JsonResponse({"instances": instances, "unreachable": unreachable})
+
+
+def _passed_on(response: httpx.Response, body: bytes) -> Response:
+    return Response(body, status_code=response.status_code, media_type=response.headers.get("content-type"))
+
+
+def _reason(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["reason"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {response.status_code}"
+
+
+def _error_text(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return "HTTP 503"
+
+
+def create_router_app(options: RouterOptions, client: httpx.AsyncClient | None = None) -> FastAPI:
+    """The application of the proxy. ``client`` replaces the connection pool (it is closed with the application)."""
+    router = Router(options, client)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await router.close()
+
+    app = FastAPI(title="pdkv router", lifespan=lifespan)
+    install_error_handlers(app)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        app.add_api_route(path, router.generate, methods=["POST"])
+    app.add_api_route("/v1/models", router.models, methods=["GET"])
+    app.add_api_route("/health", router.health, methods=["GET"])
+    app.add_api_route("/metrics", router.metrics, methods=["GET"])
+    app.add_api_route("/debug/memory", router.memory, methods=["GET"])
+    return app
+
+
+def run(options: RouterOptions) -> int:
+    """`pdkv serve router`: serve until SIGINT or SIGTERM; returns the exit code. Raises `ConfigError` (port in use)."""
+    from pdkv.serve.child import Reporter
+    from pdkv.serve.router_main import serve_router
+
+    return serve_router(options, Reporter(None))

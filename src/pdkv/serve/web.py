@@ -1,0 +1,120 @@
+"""Sockets and uvicorn: bind first, say so when the port is taken, serve until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from pdkv.errors import ConfigError
+
+_GRACE_S = 2
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A TCP socket bound to ``host:port`` (0: any free port) that does not listen yet.
+
+    Raises `ConfigError` when the port is in use or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if port:  # Two sockets may be bound to one port until one listens, so listening is what finds a port in use.
+        with _bound(family, host, port) as probe:
+            try:
+                probe.listen()
+            except OSError as error:
+                raise _cannot(host, port, error) from None
+    return _bound(family, host, port)
+
+
+def _bound(family: int, host: str, port: int) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise _cannot(host, port, error) from None
+    return sock
+
+
+def _cannot(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"port {port} on {host} is in use by another process; choose another with --port (0: any)")
+    if error.errno == errno.EACCES:
+        return ConfigError(f"port {port} on {host} needs privileges; choose one above 1023 with --port")
+    return ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; check --host")
+
+
+def url_of(sock: socket.socket) -> str:
+    """``http://host:port`` of a bound socket; a wildcard address is shown as loopback."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that reports when it listens and watches a condition that ends it."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], broken: Callable[[], bool]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+        self._broken = broken
+        self.broke = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._on_ready()
+            self._watch = asyncio.create_task(self._watch_broken())
+
+    async def _watch_broken(self) -> None:
+        while not self._broken():
+            await asyncio.sleep(0.5)
+        self.broke = True
+        await asyncio.sleep(1.0)  # long enough for running requests and a health check to be told why
+        self.should_exit = True
+
+
+@contextlib.contextmanager
+def _signals_only_end_uvicorn() -> Iterator[None]:
+    """uvicorn raises the signal that stopped it once more when it is done; our own clean-up must still run then."""
+
+    def ignore(_number: int, _frame: FrameType | None) -> None:
+        pass
+
+    before = {number: signal.signal(number, ignore) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def serve_app(
+    app: Any, sock: socket.socket, *, on_ready: Callable[[], None], broken: Callable[[], bool] = lambda: False
+) -> int:
+    """Serve ``app`` on ``sock`` on this (the main) thread until SIGINT or SIGTERM, or ``broken()``.
+
+    ``on_ready`` is called once it accepts connections. Returns the exit code: 0 when told to stop, 1 when broken.
+    Open answers get two seconds to end.
+    """
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=_GRACE_S,
+        timeout_keep_alive=75,
+        ws="none",
+    )
+    server = _Server(config, on_ready, broken)
+    with _signals_only_end_uvicorn():
+        server.run(sockets=[sock])
+    return 1 if server.broke or not server.started else 0

@@ -1,0 +1,184 @@
+"""The command line as a person meets it: real processes, what they print, their exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pdkv.cli.main import app
+from pdkv.errors import ConfigError
+from pdkv.serve.options import InstanceOptions, RouterOptions, ServeOptions
+
+
+def pdkv(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pdkv", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_plan_prints_the_verdict_first() -> None:
+    done = pdkv("plan", "smollm2", "--kv-cache-memory-bytes", "2GiB")
+    assert done.returncode == 0
+    assert done.stdout.startswith("fits: 93,200 tokens of KV cache, 11.38 requests of 8,192 tokens at once")
+    assert done.stderr == ""
+
+
+def test_plan_json_is_one_object_on_stdout() -> None:
+    done = pdkv("plan", "smollm2", "--kv-cache-memory-bytes", "100MiB", "--max-model-len", "auto", "--json")
+    assert done.returncode == 0
+    answer = json.loads(done.stdout)
+    assert list(answer) == ["model", "kv", "memory", "capacity", "ranks", "rules", "advice", "warnings"]
+    assert answer["capacity"]["max_model_len"] == 4528
+    assert answer["capacity"]["fits"] is True
+
+
+def test_what_does_not_fit_is_an_answer() -> None:
+    done = pdkv("plan", "smollm2", "--kv-cache-memory-bytes", "100MiB")
+    assert done.returncode == 0
+    assert done.stdout.startswith("does not fit: one request of 8,192 tokens needs 512 blocks, 283 are usable")
+    assert "max-model-len: set --max-model-len 4528, or auto" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["plan", "smollm2"], "Give --kv-cache-memory-bytes"),
+        (["plan", "no-such-model", "--kv-cache-memory-bytes", "1G"], "no-such-model: not a name in the catalogue"),
+        (["plan", "smollm2", "--kv-cache-memory-bytes", "lots"], "--kv-cache-memory-bytes 'lots': not a number"),
+        (["plan", "smollm2", "--kv-cache-memory-bytes", "1G", "--kv-cache-dtype", "nvfp4"], "nvfp4 is not sized yet"),
+        (["serve", "smollm2", "--block-size", "3"], "--block-size 3"),
+        (["serve", "decode", "smollm2", "--max-model-len", "long"], "--max-model-len 'long'"),
+        (["serve", "router", "--prefill", "ftp://x", "--decode", "http://127.0.0.1:1"], "--prefill ftp://x"),
+    ],
+)
+def test_refusals_exit_2_with_one_line_and_no_traceback(arguments: list[str], says: str) -> None:
+    done = pdkv(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("pdkv: ")
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_usage_errors_exit_2() -> None:
+    assert pdkv("plan").returncode == 2
+    assert pdkv("plan", "smollm2", "--no-such-option").returncode == 2
+    assert pdkv("fly").returncode == 2
+
+
+@pytest.mark.parametrize("command", [["--help"], ["plan", "--help"], ["serve", "--help"], ["serve", "prefill", "-h"]])
+def test_help_loads_nothing_heavy(command: list[str]) -> None:
+    script = (
+        "import sys\n"
+        f"sys.argv = ['pdkv', *{command!r}]\n"
+        "from pdkv.cli.main import run\n"
+        "try:\n    run()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'zmq', 'nixl_cu12', 'numba', 'pdkv.runtime', 'pdkv.serve'}\n"
+        "print('LOADED', sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "LOADED []"
+
+
+def test_plan_runs_without_the_engine_installed(tmp_path: Path) -> None:
+    """As after a plain `pip install pdkv`: importing any of the engine's packages fails."""
+    for name in ("torch", "transformers", "fastapi", "zmq", "psutil", "httpx", "numba"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is not installed')")
+    script = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "sys.argv = ['pdkv', 'plan', 'smollm2', '--kv-cache-memory-bytes', '1G', '--json']\n"
+        "import pdkv\nfrom pdkv.cli.main import run\nrun()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["capacity"]["fits"] is True
+
+
+def test_serve_without_its_extra_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class NoUvicorn:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'uvicorn':\n"
+        "            raise ModuleNotFoundError('No module named uvicorn', name='uvicorn')\n"
+        "sys.meta_path.insert(0, NoUvicorn())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pdkv", "serve", "prefill", "smollm2"],
+        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("pdkv: serving needs the package uvicorn")
+    assert "pdkv[serve]" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------- what `serve` hands over
+
+
+def start(monkeypatch: pytest.MonkeyPatch, module: str, *arguments: str) -> Any:
+    """The options that ``pdkv serve ARGUMENTS`` gives to ``pdkv.serve.MODULE.run``, put in place of the real one."""
+    given: list[Any] = []
+    stand_in = ModuleType(f"pdkv.serve.{module}")
+    stand_in.run = lambda options: given.append(options) or 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, f"pdkv.serve.{module}", stand_in)
+    result = CliRunner().invoke(app, ["serve", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return given[0]
+
+
+def test_serve_model_builds_one_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = start(
+        monkeypatch, "supervisor", "--port", "9000", "smollm2",
+        "--max-model-len", "auto", "--kv-cache-memory-bytes", "1GiB",
+        "--no-enable-prefix-caching", "--side-channel-port", "5600",
+    )  # fmt: skip
+    assert isinstance(options, ServeOptions)
+    assert (options.host, options.port, options.prefill_fallback) == ("127.0.0.1", 9000, "local")
+    for instance, role, side_channel in ((options.prefill, "prefill", 5600), (options.decode, "decode", 5601)):
+        assert (instance.role, instance.model, instance.side_channel_port) == (role, "smollm2", side_channel)
+        assert (instance.max_model_len, instance.kv_cache_memory_bytes) == ("auto", 1 << 30)
+        assert not instance.enable_prefix_caching
+
+
+def test_serve_defaults_are_those_of_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = start(monkeypatch, "supervisor", "smollm2")
+    expected = ServeOptions(
+        prefill=InstanceOptions(role="prefill", model="smollm2"), decode=InstanceOptions(role="decode", model="smollm2")
+    )
+    assert options == expected
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_serve_one_instance(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    options = start(
+        monkeypatch, "instance_main", role, "some/dir", "--port", "7",
+        "--kv-load-timeout", "5", "--kv-lease-duration", "12",
+        "--transport", "shm", "--policy", "vllm", "--debug", "--threads", "1", "--served-model-name", "me",
+    )  # fmt: skip
+    assert isinstance(options, InstanceOptions)
+    assert (options.role, options.model, options.port, options.transport) == (role, "some/dir", 7, "shm")
+    assert (options.kv_load_timeout_s, options.kv_lease_duration_s, options.policy) == (5.0, 12, "vllm")
+    assert (options.debug, options.threads, options.served_model_name) == (True, 1, "me")
+
+
+def test_serve_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = start(
+        monkeypatch, "router", "router", "--prefill", "http://127.0.0.1:8100/", "--decode", "http://127.0.0.1:8200",
+        "--decode", "http://127.0.0.1:8201", "--prefill-fallback", "fail",
+    )  # fmt: skip
+    assert isinstance(options, RouterOptions)
+    assert options.prefill == ("http://127.0.0.1:8100",)
+    assert len(options.decode) == 2
+    assert options.prefill_fallback == "fail"
+
+
+def test_a_wrong_choice_is_refused_by_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--policy wild"):
+        start(monkeypatch, "supervisor", "smollm2", "--policy", "wild")

@@ -1,0 +1,245 @@
+"""P's side: lease timelines of pd-transfer.md section 11 (pull), the slot, and the share that leases may pin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.core.helpers import NS, assert_all_free, counting_prompt, make_engine, new_request, step
+
+from pdkv.core.engine import Engine
+from pdkv.core.ports import (
+    Abort,
+    Done,
+    Event,
+    Finished,
+    FinishReason,
+    FromPeer,
+    Heartbeat,
+    LeaseGrant,
+    LeaseReleased,
+    LeaseRenewed,
+    Outputs,
+)
+from pdkv.core.transfer.lease import LeaseSlots, lease_token
+
+
+def produce(engine: Engine, name: str = "p", length: int = 10, now_ns: int = 0, **more: Any) -> LeaseGrant:
+    """A prefill that finishes at ``now_ns``."""
+    _, events = step(engine, now_ns, [new_request(name, length, more.pop("max_tokens", 1), produce=True, **more)])
+    outcome = next(event for event in events if isinstance(event, Finished))
+    assert outcome.lease is not None
+    return outcome.lease
+
+
+def beat(lease: LeaseGrant, at_s: float) -> FromPeer:
+    return FromPeer(Heartbeat((lease.token,)), int(at_s * NS))
+
+
+def released(events: tuple[Event, ...]) -> list[bool]:
+    """``expired`` of every lease let go."""
+    return [event.expired for event in events if isinstance(event, LeaseReleased)]
+
+
+def freed_at(engine: Engine, messages: list[tuple[float, FromPeer]], until_s: int = 200) -> tuple[float, bool]:
+    """Step at every message and at every deadline; when the lease went, and whether it had expired."""
+    times = sorted({*(at for at, _ in messages)})
+    while True:
+        deadline = engine.next_deadline_ns()
+        assert deadline is not None
+        now = min([deadline, *(int(at * NS) for at in times[:1])])
+        inbox = [message for at, message in messages if int(at * NS) == now]
+        times = [at for at in times if int(at * NS) > now]
+        _, events = step(engine, now, inbox)
+        if released(events):
+            return now / NS, released(events)[0]
+        assert now < until_s * NS
+
+
+def test_d_admits_at_2_read_done_at_2_4() -> None:
+    engine = make_engine()
+    lease = produce(engine)
+    assert freed_at(engine, [(1, beat(lease, 1)), (2.4, FromPeer(Done(lease.token, "D"), 0))]) == (2.4, False)
+    assert_all_free(engine)
+
+
+def test_d_queued_100_s() -> None:
+    """Deadline after beat t is max(30, t + 20): 30, 30, 33, ..., 118."""
+    engine = make_engine()
+    lease, deadlines = produce(engine), []
+    for at in range(3, 99, 5):
+        _, events = step(engine, at * NS, [beat(lease, at)])
+        assert not released(events)
+        deadlines.append(engine.next_deadline_ns() or 0)
+        renewed = [event.deadline_ns for event in events if isinstance(event, LeaseRenewed)]
+        assert renewed == ([(at + 20) * NS] if at + 20 > 30 else [])
+        holder = next(iter(engine.memory().holders))
+        assert (holder.account, holder.blocks, holder.deadline_ns) == ("retained", 3, deadlines[-1])
+    assert [deadline // NS for deadline in deadlines] == [30, 30, *range(33, 119, 5)]
+    assert freed_at(engine, [(101, FromPeer(Done(lease.token, "D"), 0))]) == (101, False)
+
+
+def test_d_crashes_right_after_beat_28() -> None:
+    engine = make_engine()
+    lease = produce(engine)
+    assert freed_at(engine, [(at, beat(lease, at)) for at in (3, 8, 13, 18, 23, 28)]) == (48, True)
+
+
+def test_d_crashes_at_4_after_one_beat_at_3() -> None:
+    engine = make_engine()
+    lease = produce(engine)
+    assert freed_at(engine, [(3, beat(lease, 3))]) == (30, True)
+
+
+def test_the_proxy_loses_the_response() -> None:
+    engine = make_engine()
+    produce(engine)
+    assert engine.memory().accounts["retained"] == 3
+    assert freed_at(engine, []) == (30, True)
+    assert_all_free(engine)
+    assert engine.next_deadline_ns() is None
+
+
+def test_a_beat_counts_from_when_it_arrived_and_is_seen_before_the_sweep() -> None:
+    engine = make_engine()
+    lease = produce(engine)
+    _, events = step(engine, 40 * NS, [beat(lease, 25)])  # the engine was busy from 25 to 40
+    assert released(events) == []
+    assert engine.next_deadline_ns() == 45 * NS
+
+
+def test_lost_doubled_and_foreign_hints() -> None:
+    engine = make_engine()
+    lease = produce(engine)
+    other = produce(engine, "q")
+    foreign = FromPeer(Done(b"x" * 16, "D"), 0)
+    done = FromPeer(Done(lease.token, "D"), 0)
+    _, events = step(engine, NS, [foreign, FromPeer(Heartbeat((b"y" * 16, other.token)), NS), done, done])
+    assert released(events) == [False]
+    _, events = step(engine, NS, [done, beat(lease, 1)])
+    assert events == ()
+    assert engine.memory().accounts["retained"] == 3
+    _, events = step(engine, NS, [FromPeer(Done(other.token, "D"), 0)])
+    assert released(events) == [False]
+
+
+def test_the_slot_names_the_lease_as_long_as_the_blocks_are_kept() -> None:
+    slots = np.zeros((4, 2), dtype=np.uint64)
+    owner = LeaseSlots(slots, nonce=7, secret=b"k")
+    seen = set()
+    for _ in range(20):
+        slot, lease_id, token = owner.grant((1, 2), 9)
+        assert slots[slot].tolist() == [7, lease_id]
+        assert lease_id not in seen
+        seen.add(lease_id)
+        assert token == lease_token(b"k", lease_id=lease_id, slot=slot, block_ids=(1, 2), num_tokens=9)
+        assert len(token) == 16
+        owner.clear(slot)
+        assert slots[slot].tolist() == [7, 0]
+    assert owner.num_free == 4
+
+
+def test_a_token_proves_every_fact_of_the_grant() -> None:
+    facts: dict[str, Any] = {"lease_id": 1, "slot": 2, "block_ids": (3, 4), "num_tokens": 5}
+    changes: list[dict[str, Any]] = [
+        {"lease_id": 9}, {"slot": 9}, {"block_ids": (4, 3)}, {"block_ids": (3, 4, 5)}, {"num_tokens": 9},
+    ]  # fmt: skip
+    tokens = [lease_token(b"k", **(facts | change)) for change in ({}, *changes)]
+    assert len({*tokens, lease_token(b"other", **facts)}) == len(changes) + 2
+
+
+def test_the_slot_is_cleared_before_the_blocks_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    lease = produce(engine)
+    real = engine.manager.release
+
+    def release(key: str) -> int:
+        assert not key.startswith("lease:") or int(engine.producer._slots._slots[lease.slot, 1]) == 0
+        return real(key)
+
+    monkeypatch.setattr(engine.manager, "release", release)
+    assert released(step(engine, 30 * NS)[1]) == [True]
+
+
+def test_a_grant_covers_the_computed_tokens_only() -> None:
+    engine = make_engine()
+    lease = produce(engine, length=8)
+    assert (lease.num_tokens, len(lease.block_ids)) == (8, 2)
+    lease = produce(engine, "q", length=9)
+    assert (lease.num_tokens, len(lease.block_ids)) == (9, 3)
+    engine = make_engine()
+    step(engine, 0, [new_request("r", 8, 3, produce=True)])
+    step(engine)
+    _, events = step(engine)
+    outcome = next(event for event in events if isinstance(event, Finished))
+    assert outcome.lease is not None
+    assert (outcome.lease.num_tokens, len(outcome.lease.block_ids)) == (10, 3)  # the third token was only sampled
+
+
+def test_an_abort_keeps_nothing() -> None:
+    engine = make_engine()
+    step(engine, 0, [new_request("r", 8, 9, produce=True)])
+    _, events = step(engine, 0, [Abort("r")])
+    outcome = next(event for event in events if isinstance(event, Finished))
+    assert (outcome.reason, outcome.lease) == (FinishReason.ABORT, None)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("outstanding", [1, 2])
+def test_no_grant_of_kv_that_is_not_written_yet(outstanding: int) -> None:
+    """The front end ends a request (a stop string) in the middle of its prefill, or while a plan still writes."""
+    engine = make_engine(max_num_batched_tokens=8, max_outstanding_plans=outstanding)
+    plan = engine.schedule(0, [new_request("r", 20, 9, produce=True)])
+    if outstanding == 1:
+        engine.complete(plan.step_id, Outputs(tokens=np.zeros(1, dtype=np.int32)), 0)
+    stopped = engine.schedule(0, [Abort("r", FinishReason.STOP)])
+    outcome = next(event for event in stopped.events if isinstance(event, Finished))
+    assert outcome.lease is None
+    if outstanding == 2:
+        engine.complete(plan.step_id, Outputs(tokens=np.zeros(1, dtype=np.int32)), 0)
+    engine.complete(stopped.step_id, Outputs(tokens=np.zeros(0, dtype=np.int32)), 0)
+    engine.check()
+    assert_all_free(engine)
+
+
+def test_leases_pin_at_most_their_share() -> None:
+    engine = make_engine(num_blocks=21, max_leased_fraction=0.5)  # 10 of 20 blocks
+    first = produce(engine, "a", 20)
+    produce(engine, "b", 20)
+    plan, _ = step(engine, 0, [new_request("c", 4, 1, produce=True), new_request("local", 4, 2)])
+    assert plan.batch.request_ids == ("local",)  # others are not held up
+    assert "max-leased-fraction" in engine.requests["c"].wait_cause
+    plan, _ = step(engine, NS, [FromPeer(Done(first.token, "D"), NS)])
+    assert "c" in plan.batch.request_ids
+
+
+def test_running_prefills_count_towards_the_share() -> None:
+    engine = make_engine(num_blocks=21, max_leased_fraction=0.5)
+    plan, _ = step(engine, 0, [new_request(name, 16, 1, produce=True) for name in "abc"])
+    assert plan.batch.request_ids == ("a", "b")
+
+
+def test_a_prompt_beyond_the_share_is_let_in_alone() -> None:
+    engine = make_engine(num_blocks=21, max_leased_fraction=0.2)
+    assert len(produce(engine, "big", 32).block_ids) == 8
+
+
+def test_without_a_free_slot_nobody_waits_for_ever() -> None:
+    engine = make_engine(slots=1)
+    lease = produce(engine)
+    plan, _ = step(engine, 0, [new_request("next", 8, 1, produce=True)])
+    assert len(plan.batch) == 0
+    plan, events = step(engine, 1, [FromPeer(Done(lease.token, "D"), 1)])
+    assert any(isinstance(event, Finished) and event.lease is not None for event in events)
+
+
+def test_a_leased_prompt_can_be_hit_and_is_counted_once() -> None:
+    engine = make_engine()
+    prompt = counting_prompt(13)
+    step(engine, 0, [new_request("p", prompt, 1, produce=True)])
+    step(engine, 0, [new_request("r", prompt, 5)])
+    accounts = engine.memory().accounts
+    assert (accounts["running"], accounts["retained"]) == (4, 1)  # three shared ones count as running
+    step(engine, 0, [Abort("r")])
+    assert engine.memory().accounts["retained"] == 4

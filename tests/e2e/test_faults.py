@@ -1,0 +1,267 @@
+"""What goes wrong between a real P and a real D, and that no block and no client is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+from tests.e2e.harness import decode, idle_blocks, instance, prefill
+
+from pdkv.core.ports import (
+    Admitted,
+    Fenced,
+    FinishReason,
+    LeaseReleased,
+    LoadFailed,
+    LoadFinished,
+    LoadStarted,
+    Quarantined,
+    RemoteSource,
+)
+from pdkv.runtime.instance import Instance
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+LONG = list(range(1000, 1600))  # 600 tokens: 38 blocks, 28 MB: several slices
+SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 96 << 20}
+
+
+def until(what: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Wait for ``what``; fails after ``timeout_s``."""
+    end = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def all_idle(*sides: Instance) -> bool:
+    """Every block of every side is free or cached."""
+    return all(idle_blocks(side) == side.info.num_blocks - 1 for side in sides)
+
+
+class Watch:
+    """Every event of an instance, also of requests that have ended."""
+
+    def __init__(self, target: Instance) -> None:
+        self.events: list[object] = []
+        target._on_events = self.events.extend
+
+    def of(self, kind: type) -> list[object]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+@pytest.fixture(scope="module")
+def tcp() -> Iterator[None]:
+    """NIXL over TCP, where a READ needs the stopped peer's help (on one host the kernel copies without it)."""
+    pytest.importorskip("nixl_cu12")
+    before = os.environ.get("UCX_TLS")
+    os.environ["UCX_TLS"] = "tcp,self"
+    yield
+    if before is None:
+        del os.environ["UCX_TLS"]
+    else:
+        os.environ["UCX_TLS"] = before
+
+
+@pytest.fixture
+def pair(smollm2: str, tcp: None) -> Iterator[tuple[Instance, Instance]]:
+    """A fresh P and D over NIXL/TCP, with leases of 6 s."""
+    producer = instance("prefill", smollm2, transport="nixl", kv_lease_duration_s=6, **SMALL)
+    consumer = instance("decode", smollm2, transport="nixl", kv_lease_duration_s=6, **SMALL)
+    yield producer, consumer
+    consumer.close()
+    producer.close()
+
+
+def mover_of(target: Instance) -> int:
+    pid = target.control.mover_pid
+    assert pid is not None
+    return pid
+
+
+def warm(producer: Instance, consumer: Instance) -> None:
+    """The first READ sets connections up; later ones only move data."""
+    decode(consumer, "warm", LONG[:20], prefill(producer, "warm", LONG[:20]), 1).wait()
+
+
+def test_an_aborted_read_keeps_its_blocks_in_quarantine_until_it_has_ended(pair) -> None:
+    """P's mover is stopped in the middle of a READ; D's request is aborted; D goes on with other blocks only."""
+    producer, consumer = pair
+    watch = Watch(consumer)
+    warm(producer, consumer)
+    truth = decode(consumer, "truth", LONG[:200], None, 6, cache_salt="truth").wait().tokens
+    source = prefill(producer, "p", LONG)
+    os.kill(mover_of(producer), signal.SIGSTOP)
+    try:
+        flight = decode(consumer, "victim", LONG, source, 4).wait_for(LoadStarted)
+        time.sleep(1.0)  # the READ is under way and cannot end
+        consumer.abort("victim")
+        assert flight.wait().finished.reason is FinishReason.ABORT
+        memory = consumer.memory()
+        (held,) = [holder for holder in memory.holders if holder.account == "quarantine"]
+        assert held.blocks == memory.accounts["quarantine"] == 38
+        assert "READ may still write" in held.cause
+        # Everything that is free is used, and used again, while the quarantined blocks stay out of reach.
+        for index in range(3):
+            assert decode(consumer, f"other{index}", LONG[:200], None, 6, cache_salt=str(index)).wait().tokens == truth
+            assert consumer.memory().accounts["quarantine"] == 38
+    finally:
+        os.kill(mover_of(producer), signal.SIGCONT)
+    until(lambda: bool(watch.of(Fenced)))
+    assert decode(consumer, "after", LONG[:200], None, 6, cache_salt="after").wait().tokens == truth
+    assert len(watch.of(Quarantined)) == 1
+    until(lambda: all_idle(producer, consumer))
+
+
+def test_a_read_that_never_ends_is_fenced_by_a_new_mover(smollm2: str, tcp: None) -> None:
+    producer = instance("prefill", smollm2, transport="nixl", **SMALL)
+    consumer = instance("decode", smollm2, transport="nixl", kv_load_timeout_s=2.0, **SMALL)
+    try:
+        watch = Watch(consumer)
+        warm(producer, consumer)
+        before = mover_of(consumer)
+        source = prefill(producer, "p", LONG[:300])
+        os.kill(mover_of(producer), signal.SIGSTOP)
+        try:
+            flight = decode(consumer, "d", LONG[:300], source, 4).wait()
+            assert "not there 2 s after its READ was posted" in flight.of(LoadFailed)[0].cause  # type: ignore[attr-defined]
+            assert flight.finished.reason is FinishReason.LENGTH, "strict recomputes"
+            until(lambda: bool(watch.of(Fenced)), timeout_s=30)
+            assert mover_of(consumer) != before
+        finally:
+            os.kill(mover_of(producer), signal.SIGCONT)
+        assert decode(consumer, "truth", LONG[:300], None, 4, cache_salt="x").wait().tokens == flight.tokens
+        until(lambda: all_idle(producer, consumer))
+    finally:
+        consumer.close()
+        producer.close()
+
+
+@pytest.mark.parametrize(("policy", "outcome"), [("recompute", FinishReason.LENGTH), ("fail", FinishReason.ERROR)])
+def test_p_is_gone_before_the_read(smollm2: str, policy: str, outcome: FinishReason) -> None:
+    producer = instance("prefill", smollm2, transport="shm", **SMALL)
+    consumer = instance("decode", smollm2, transport="shm", kv_load_failure_policy=policy, **SMALL)
+    try:
+        source = prefill(producer, "p", LONG[:100])
+        producer.close()
+        flight = decode(consumer, "d", LONG[:100], source, 4).wait()
+        assert flight.finished.reason is outcome
+        (failed,) = flight.of(LoadFailed)
+        assert producer.info.engine_id in failed.cause  # type: ignore[attr-defined]
+        if outcome is FinishReason.ERROR:
+            assert "KV transfer failed" in (flight.finished.error or "")
+        until(lambda: all_idle(consumer))
+    finally:
+        consumer.close()
+        producer.close()
+
+
+def test_p_s_mover_is_killed_during_the_read(pair) -> None:
+    producer, consumer = pair
+    warm(producer, consumer)
+    source = prefill(producer, "p", LONG)
+    mover = mover_of(producer)
+    os.kill(mover, signal.SIGSTOP)
+    flight = decode(consumer, "d", LONG, source, 4).wait_for(LoadStarted)
+    time.sleep(1.0)
+    os.kill(mover, signal.SIGKILL)
+    flight.wait()
+    assert flight.of(LoadFailed)
+    assert not flight.of(LoadFinished)
+    assert flight.finished.reason is FinishReason.LENGTH
+    assert decode(consumer, "truth", LONG, None, 4, cache_salt="x").wait().tokens == flight.tokens
+    until(lambda: all_idle(producer, consumer))
+
+
+def test_d_disappears_while_p_holds_a_lease(pair) -> None:
+    """Nobody beats and nobody says DONE: P frees when the lease has run out."""
+    producer, consumer = pair
+    watch = Watch(producer)
+    prefill(producer, "p", LONG[:100])
+    assert producer.memory().accounts["retained"] == 7
+    consumer.close()
+    until(lambda: all_idle(producer), timeout_s=15)
+    (released,) = watch.of(LeaseReleased)
+    assert released.expired  # type: ignore[attr-defined]
+
+
+def test_a_lease_that_ended_before_the_read_is_never_used(pair) -> None:
+    """The router was slow: P has freed, and maybe reused, the blocks that D is told to read."""
+    producer, consumer = pair
+    warm(producer, consumer)
+    source = prefill(producer, "p", LONG[:100])
+    until(lambda: all_idle(producer), timeout_s=15)
+    flight = decode(consumer, "d", LONG[:100], source, 4).wait()
+    assert flight.of(LoadFailed)
+    assert not flight.of(LoadFinished)
+    assert decode(consumer, "truth", LONG[:100], None, 4, cache_salt="x").wait().tokens == flight.tokens
+    until(lambda: all_idle(consumer))
+
+
+def test_forged_block_ids_are_refused(pair) -> None:
+    producer, consumer = pair
+    source = prefill(producer, "p", LONG[:100])
+    forged = msgspec.structs.replace(source, block_ids=tuple(block + 1 for block in source.block_ids))
+    flight = decode(consumer, "d", LONG[:100], forged, 4).wait()
+    (failed,) = flight.of(LoadFailed)
+    assert "token" in failed.cause  # type: ignore[attr-defined]
+    honest = prefill(producer, "honest", LONG[:100])
+    assert decode(consumer, "honest", LONG[:100], honest, 4, cache_salt="x").wait().of(LoadFinished)
+    until(lambda: all_idle(producer, consumer))
+
+
+def test_heartbeats_go_on_through_a_queue_and_a_long_step(smollm2: str) -> None:
+    """D is full for longer than the lease; the queued request's KV is still there when its turn comes."""
+    producer = instance("prefill", smollm2, transport="shm", kv_lease_duration_s=6, **SMALL)
+    consumer = instance("decode", smollm2, transport="shm", kv_lease_duration_s=6, **{**SMALL, "max_num_seqs": 1})
+    try:
+        blocker = decode(consumer, "blocker", LONG[:32], None, 400).wait_for(Admitted)
+        source = prefill(producer, "p", LONG[:100])
+        flight = decode(consumer, "queued", LONG[:100], source, 4)
+        time.sleep(9.0)
+        assert producer.memory().accounts["retained"] == 7, "the lease of 6 s has been renewed"
+        consumer.abort("blocker")
+        blocker.wait()
+        flight.wait()
+        assert flight.of(LoadFinished)
+        until(lambda: all_idle(producer, consumer))
+    finally:
+        consumer.close()
+        producer.close()
+
+
+def test_models_that_differ_are_refused_at_the_handshake(smollm2: str, tmp_path) -> None:
+    """Same shapes, another dtype: D names the fact with both values and computes the prompt itself."""
+    producer = instance("prefill", smollm2, transport="shm", dtype="bfloat16", **SMALL)
+    consumer = instance("decode", smollm2, transport="shm", **SMALL)
+    try:
+        source = prefill(producer, "p", LONG[:40])
+        flight = decode(consumer, "d", LONG[:40], source, 2).wait()
+        (failed,) = flight.of(LoadFailed)
+        assert "bfloat16" in failed.cause  # type: ignore[attr-defined]
+        assert "float32" in failed.cause  # type: ignore[attr-defined]
+        assert flight.finished.reason is FinishReason.LENGTH
+    finally:
+        consumer.close()
+        producer.close()
+
+
+def test_aborts_in_every_state(pair) -> None:
+    """Queued, loading, decoding: each ends once, and every block comes back."""
+    producer, consumer = pair
+    warm(producer, consumer)
+
+    def abort_after(delay_s: float, index: int) -> None:
+        source: RemoteSource = prefill(producer, f"p{index}", LONG[index : index + 200])
+        flight = decode(consumer, f"d{index}", LONG[index : index + 200], source, 64)
+        threading.Timer(delay_s, consumer.abort, [f"d{index}"]).start()
+        assert flight.wait().finished.reason in (FinishReason.ABORT, FinishReason.LENGTH)
+
+    for index, delay_s in enumerate((0.0, 0.0, 0.002, 0.005, 0.01, 0.05, 0.3)):
+        abort_after(delay_s, index)
+    until(lambda: all_idle(producer, consumer))

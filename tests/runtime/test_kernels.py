@@ -1,0 +1,204 @@
+"""The C kernels against torch: packed linear layers, paged decode attention, building and its absence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pdkv.errors import ConfigError
+from pdkv.runtime.kernels import build, native
+from pdkv.runtime.kernels.linear import PackedLinear, pack_linears
+
+kernels = native.load()
+needs_kernels = pytest.mark.skipif(kernels is None, reason="no C compiler here")
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 13, 32, 129])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 8), (17, 33), (100, 576), (48, 1536), (40, 3201)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_linear_is_linear(rows: int, n: int, k: int, bias: bool) -> None:
+    assert kernels is not None
+    torch.manual_seed(rows * n * k)
+    layer = torch.nn.Linear(k, n, bias=bias)
+    x = torch.randn(rows, k)
+    with torch.inference_mode():
+        got = PackedLinear(layer, kernels, torch.float32)(x)
+        torch.testing.assert_close(got, layer(x), rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 4, 8, 12, 13, 40])
+def test_bf16_storage_only_rounds_the_weights(rows: int) -> None:
+    """Arithmetic stays fp32: the result is that of the rounded weights, not of rounded inputs."""
+    assert kernels is not None
+    torch.manual_seed(rows)
+    layer = torch.nn.Linear(301, 77, bias=True)
+    x = torch.randn(2, rows, 301)
+    with torch.inference_mode():
+        got = PackedLinear(layer, kernels, torch.bfloat16)(x)
+        rounded = F.linear(x, layer.weight.bfloat16().float(), layer.bias)
+    assert got.shape == (2, rows, 77)
+    torch.testing.assert_close(got, rounded, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+def test_packed_linear_takes_no_rows_and_strided_rows() -> None:
+    assert kernels is not None
+    layer = torch.nn.Linear(24, 20)
+    packed = PackedLinear(layer, kernels, torch.float32)
+    with torch.inference_mode():
+        assert packed(torch.randn(0, 24)).shape == (0, 20)
+        x = torch.randn(24, 9).t()
+        torch.testing.assert_close(packed(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+def test_pack_linears_replaces_all_of_them_and_the_embedding_tied_to_one() -> None:
+    assert kernels is not None
+    model = torch.nn.ModuleDict(
+        {
+            "embed": torch.nn.Embedding(50, 32),
+            "block": torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.SiLU(), torch.nn.Linear(64, 32)),
+            "head": torch.nn.Linear(32, 50, bias=False),
+        }
+    )
+    model["head"].weight = model["embed"].weight
+    before = sum(p.numel() for p in model.parameters())
+    ids = torch.tensor([1, 7, 49])
+    with torch.inference_mode():
+        expected = model["head"](model["block"](model["embed"](ids)))
+        assert pack_linears(model, kernels, torch.float32) == 3
+        got = model["head"](model["block"](model["embed"](ids)))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert not any(type(module) is torch.nn.Linear for module in model.modules())
+    held = {buffer.data_ptr(): buffer.numel() for buffer in model.buffers()}
+    assert sum(held.values()) < before + 32 * kernels.panel_columns  # the tied weight is there once
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size"),
+    [(9, 3, 64, 16), (4, 4, 32, 1), (8, 1, 128, 32), (6, 2, 80, 8), (2, 1, 256, 16), (4, 2, 96, 128), (1, 1, 512, 4)],
+)
+@pytest.mark.parametrize("rows", [1, 3, 11])
+def test_decode_attention_is_sdpa(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int, rows: int
+) -> None:
+    assert kernels is not None
+    assert kernels.can_decode(heads, kv_heads, dim, dtype)
+    torch.manual_seed(heads * dim + rows)
+    lengths = torch.randint(1, 300, (rows,), dtype=torch.int32)
+    lengths[0] = 1
+    width = int(-(-lengths.max() // block_size))
+    pool = torch.randn(rows * width + 1, 2, 2, block_size, kv_heads, dim).to(dtype)
+    layer = pool[:, 1]
+    tables = (torch.randperm(rows * width)[: rows * width].reshape(rows, width) + 1).to(torch.int32)
+    # A flat batch in which the decoding tokens come in another order than the rows, with others between them.
+    tokens = torch.randperm(rows + 4)[:rows].to(torch.int32)
+    query = torch.randn(heads, rows + 4, dim).transpose(0, 1)
+    out = torch.full((rows + 4, heads, dim), 7.0)
+    order = torch.randperm(rows).to(torch.int32)
+
+    kernels.decode_attention(query, out, layer, tables, order, tokens, lengths, 0.3)
+
+    for i in range(rows):
+        length, table = int(lengths[i]), tables[int(order[i])].long()
+        key, value = (
+            layer[table, plane].reshape(-1, kv_heads, dim)[:length].float().transpose(0, 1) for plane in (0, 1)
+        )
+        expected = F.scaled_dot_product_attention(
+            query[int(tokens[i])].unsqueeze(1), key, value, scale=0.3, enable_gqa=True
+        )
+        torch.testing.assert_close(out[int(tokens[i])], expected[:, 0], rtol=2e-5, atol=2e-5)
+    others = [t for t in range(rows + 4) if t not in tokens.tolist()]
+    assert bool((out[others] == 7).all())
+
+
+@needs_kernels
+def test_decode_attention_reads_nothing_beyond_the_context() -> None:
+    assert kernels is not None
+    pool = torch.full((3, 2, 16, 1, 64), float("nan"))
+    pool[1] = torch.randn(2, 16, 1, 64)
+    pool[2, :, :5] = torch.randn(2, 5, 1, 64)
+    query, out = torch.randn(1, 4, 64), torch.empty(1, 4, 64)
+    one = torch.zeros(1, dtype=torch.int32)
+    tables = torch.tensor([[1, 2, 0]], dtype=torch.int32)
+    kernels.decode_attention(query, out, pool, tables, one, one, torch.tensor([21], dtype=torch.int32), 0.125)
+    assert bool(out.isfinite().all())
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [1e-3, 30.0, 1e4])
+def test_decode_attention_with_small_and_huge_scores(size: float) -> None:
+    assert kernels is not None
+    torch.manual_seed(0)
+    pool = torch.randn(5, 2, 16, 1, 64) * size
+    query, out = torch.randn(1, 3, 64), torch.empty(1, 3, 64)
+    one = torch.zeros(1, dtype=torch.int32)
+    tables = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)
+    kernels.decode_attention(query, out, pool, tables, one, one, torch.tensor([64], dtype=torch.int32), 1.0)
+    key, value = (pool[1:, plane].reshape(1, 64, 64).double() for plane in (0, 1))
+    expected = F.scaled_dot_product_attention(query.transpose(0, 1).double(), key, value, scale=1.0, enable_gqa=True)
+    torch.testing.assert_close(out[0].double(), expected[:, 0], rtol=1e-4, atol=1e-4 * size)
+
+
+@needs_kernels
+def test_a_nan_in_the_context_is_not_hidden() -> None:
+    assert kernels is not None
+    pool = torch.randn(2, 2, 16, 1, 64)
+    pool[1, 0, 3] = float("nan")
+    query, out = torch.randn(1, 2, 64), torch.empty(1, 2, 64)
+    one = torch.zeros(1, dtype=torch.int32)
+    tables = torch.tensor([[1]], dtype=torch.int32)
+    kernels.decode_attention(query, out, pool, tables, one, one, torch.tensor([9], dtype=torch.int32), 0.125)
+    assert bool(out.isnan().all())
+
+
+@needs_kernels
+def test_what_decode_attention_does_not_serve() -> None:
+    assert kernels is not None
+    assert not kernels.can_decode(8, 8, 100, torch.float32)  # no whole vectors
+    assert not kernels.can_decode(8, 8, 1024, torch.float32)
+    assert not kernels.can_decode(64, 1, 64, torch.float32)
+    assert not kernels.can_decode(8, 8, 64, torch.float16)
+
+
+@needs_kernels
+def test_the_kernels_use_the_openmp_runtime_of_torch() -> None:
+    """Two runtimes would mean two pools of threads on the same cores."""
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    assert len(mapped) == 1
+
+
+@needs_kernels
+def test_build_finds_what_it_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PDKV_CACHE", str(tmp_path))
+    first = build.build()
+    stamp = first.stat().st_mtime_ns
+    assert first.is_relative_to(tmp_path)
+    assert build.build() == first
+    assert first.stat().st_mtime_ns == stamp
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+
+
+def test_build_without_a_compiler_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PDKV_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
+    with pytest.raises(ConfigError, match="install one"):
+        build.build()
+    assert build.main() == 0  # an installation goes on without
+
+
+def test_build_with_a_failing_compiler_shows_its_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 'cannot compile today' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PDKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(ConfigError, match="cannot compile today"):
+        build.build()

@@ -1,0 +1,515 @@
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from tests.serve.asgi import Exchange, client_of, eventually, sse_events
+from tests.serve.fake import EOS, GRANT, ByteTokenizer, FakeInstance
+
+from pdkv.core.ports import FinishReason
+from pdkv.errors import BadRequest, DoesNotFit
+from pdkv.serve.api import create_app
+from pdkv.serve.params import PREFILL_LEG, grant_to_params
+from pdkv.serve.telemetry import Telemetry
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GOOD_PARAMS = grant_to_params(GRANT, engine_id="p-1", request_id="r", host="127.0.0.1", port=5600)
+
+
+def app_of(instance: FakeInstance) -> Any:
+    telemetry = Telemetry(instance.info.model_name)
+    instance.on_events = telemetry.on_events
+    return create_app(instance, telemetry)
+
+
+def post(instance: FakeInstance, path: str, body: Any, **options: Any) -> httpx.Response:
+    async def go() -> httpx.Response:
+        async with client_of(app_of(instance)) as client:
+            if isinstance(body, bytes):
+                return await client.post(path, content=body, **options)
+            return await client.post(path, json=body, **options)
+
+    return asyncio.run(go())
+
+
+def get(instance: FakeInstance, path: str) -> httpx.Response:
+    async def go() -> httpx.Response:
+        async with client_of(app_of(instance)) as client:
+            return await client.get(path)
+
+    return asyncio.run(go())
+
+
+def ask(**more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": "Hi", "max_tokens": 11, **more}
+
+
+# ---------------------------------------------------------------------------------------------------------- answers
+
+
+def test_completion() -> None:
+    response = post(FakeInstance(), COMPLETIONS, ask(), headers={"x-request-id": "abc-1"})
+    body = response.json()
+    assert response.status_code == 200
+    assert response.headers["x-request-id"] == "abc-1"
+    assert body["id"] == "cmpl-abc-1"
+    assert body["object"] == "text_completion"
+    assert body["choices"][0]["text"] == "Hello world"
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 11,
+        "total_tokens": 13,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert body["kv_transfer_params"] is None
+
+
+def test_completion_defaults_to_sixteen_tokens_and_knows_eos() -> None:
+    instance = FakeInstance(lambda request: [72, 73, EOS, 74])
+    body = post(instance, COMPLETIONS, {"prompt": [1, 2, 3]}).json()
+    assert instance.requests[0].max_tokens == 16
+    assert instance.requests[0].prompt.tolist() == [1, 2, 3]
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["choices"][0]["stop_reason"] is None
+    assert body["usage"]["completion_tokens"] == 3
+
+
+def test_ignore_eos_and_stop_token_ids() -> None:
+    instance = FakeInstance(lambda request: [72, EOS, 73, 74])
+    body = post(instance, COMPLETIONS, ask(ignore_eos=True, stop_token_ids=[73])).json()
+    assert instance.requests[0].stop_token_ids == {73}
+    assert body["choices"][0]["stop_reason"] == 73
+    assert body["choices"][0]["text"] == instance.model.tokenizer.decode([72])
+
+
+def test_stop_string_ends_the_request_in_the_instance() -> None:
+    instance = FakeInstance("one two three")
+    instance.gate, instance.gate_at = threading.Event(), 8
+    body = post(instance, COMPLETIONS, ask(stop="two", max_tokens=50)).json()
+    assert body["choices"][0]["text"] == "one "
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["choices"][0]["stop_reason"] == "two"
+    assert body["usage"]["completion_tokens"] == 7
+    assert instance.aborts == [(instance.requests[0].request_id, FinishReason.STOP)]
+
+
+def test_several_prompts_and_choices() -> None:
+    instance = FakeInstance(lambda request: request.prompt.tolist()[::-1])
+    body = post(instance, COMPLETIONS, ask(prompt=["abc", "xy"], n=2, seed=5)).json()
+    assert [c["text"] for c in body["choices"]] == ["cba", "cba", "yx", "yx"]
+    assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
+    assert body["usage"]["prompt_tokens"] == 5
+    assert sorted(s.seed or 0 for s in instance.samplings) == [5, 5, 6, 6]
+    assert len({r.request_id for r in instance.requests}) == 4
+
+
+def test_sampling_settings_reach_the_instance() -> None:
+    instance = FakeInstance()
+    post(
+        instance,
+        COMPLETIONS,
+        ask(temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=7, presence_penalty=1, frequency_penalty=-1,
+            repetition_penalty=1.5, priority=3, cache_salt="s", min_tokens=2, unknown_field={"a": 1}, user="me"),
+    )  # fmt: skip
+    sampling, request = instance.samplings[0], instance.requests[0]
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0, 0.5, 0, 0.1)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.5)
+    assert (request.priority, request.cache_salt, request.min_tokens) == (3, "s", 2)
+
+
+def test_chat() -> None:
+    instance = FakeInstance()
+    messages = [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
+    body = post(instance, CHAT, {"messages": messages, "max_completion_tokens": 5}).json()
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hello"}
+    assert (
+        instance.model.tokenizer.decode(instance.requests[0].prompt.tolist()) == "<system>Be brief<user>Hi<assistant>"
+    )
+
+
+def test_chat_without_max_tokens_may_fill_the_context() -> None:
+    instance = FakeInstance(max_model_len=100)
+    post(instance, CHAT, {"messages": [{"role": "user", "content": "Hi"}]})
+    request = instance.requests[0]
+    assert request.max_tokens == 100 - len(request.prompt)
+
+
+def test_logprobs_in_both_shapes() -> None:
+    body = post(FakeInstance("ab"), COMPLETIONS, ask(logprobs=2)).json()
+    logprobs = body["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["a", "b"]
+    assert logprobs["token_logprobs"] == [-0.25, -0.25]
+    assert logprobs["text_offset"] == [0, 1]
+    assert len(logprobs["top_logprobs"][0]) == 3
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "logprobs": True, "top_logprobs": 1}
+    content = post(FakeInstance("ab"), CHAT, chat).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["a", "b"]
+    assert content[0]["bytes"] == [97]
+    assert len(content[0]["top_logprobs"]) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- streams
+
+
+def test_completion_stream() -> None:
+    response = post(FakeInstance("Zürich"), COMPLETIONS, ask(stream=True, stream_options={"include_usage": True}))
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert "content-length" not in response.headers
+    *chunks, usage, done = sse_events(response.content)
+    assert done == "[DONE]"
+    assert "".join(c["choices"][0]["text"] for c in chunks) == "Zürich"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 7
+
+
+def test_chat_stream_begins_with_the_role() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "stream": True, "n": 2}
+    *chunks, done = sse_events(post(FakeInstance(), CHAT, body).content)
+    assert done == "[DONE]"
+    assert [c["choices"][0]["delta"] for c in chunks[:2]] == [{"role": "assistant", "content": ""}] * 2
+    for index in (0, 1):
+        own = [c["choices"][0] for c in chunks[2:] if c["choices"][0]["index"] == index]
+        assert "".join(c["delta"]["content"] for c in own) == "Hello"
+    assert all("usage" not in c for c in chunks)
+
+
+def test_usage_in_every_chunk() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = sse_events(post(FakeInstance("abc"), COMPLETIONS, ask(stream=True, stream_options=options)).content)
+    assert [e["usage"]["completion_tokens"] for e in events[:-1]] == [1, 2, 3, 3]
+
+
+def test_an_error_before_the_first_token_has_a_status_and_after_it_is_an_event() -> None:
+    instance = FakeInstance()
+    instance.error = "the KV never came"
+    response = post(instance, COMPLETIONS, ask(stream=True))
+    assert response.status_code == 500
+    assert "the KV never came" in response.json()["error"]["message"]
+    instance = FakeInstance()
+    instance.error, instance.gate_at = "lost", 3
+    events = sse_events(post(instance, COMPLETIONS, ask(stream=True)).content)
+    assert events[-2]["error"]["message"] == "lost"
+    assert events[-1] == "[DONE]"
+
+
+# --------------------------------------------------------------------------------------------------------- transfers
+
+
+def test_the_prefill_leg_answers_with_params() -> None:
+    instance = FakeInstance(role="prefill")
+    body = post(instance, COMPLETIONS, ask(max_tokens=1, kv_transfer_params=PREFILL_LEG)).json()
+    assert instance.requests[0].produce
+    assert body["choices"][0]["finish_reason"] == "length"
+    params = body["kv_transfer_params"]
+    assert params["do_remote_prefill"] is True
+    assert params["remote_block_ids"] == [[3, 1, 7]]
+    assert params["remote_request_id"] == instance.requests[0].request_id
+    assert (params["remote_engine_id"], params["remote_host"], params["remote_port"]) == ("engine-1", "127.0.0.1", 5600)
+
+
+def test_the_prefill_leg_of_several_prompts_answers_with_a_list() -> None:
+    instance = FakeInstance(role="prefill")
+    body = post(instance, COMPLETIONS, ask(prompt=["a", "b"], n=2, max_tokens=1, kv_transfer_params=PREFILL_LEG)).json()
+    assert len(body["kv_transfer_params"]) == 2
+    assert sum(request.produce for request in instance.requests) == 2
+
+
+def test_the_decode_leg_loads_and_reports_cached_tokens() -> None:
+    instance = FakeInstance()
+    body = post(instance, COMPLETIONS, ask(kv_transfer_params=GOOD_PARAMS)).json()
+    assert instance.requests[0].source is not None
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+def test_siblings_of_a_loading_choice_wait_for_it_and_do_not_read_the_lease_again() -> None:
+    instance = FakeInstance()
+    instance.gate = threading.Event()
+
+    async def go() -> None:
+        exchange = Exchange(app_of(instance), COMPLETIONS, ask(n=3, kv_transfer_params=GOOD_PARAMS)).start()
+        await eventually(lambda: len(instance.requests) == 1)
+        await asyncio.sleep(0.05)
+        assert len(instance.requests) == 1
+        assert instance.gate is not None
+        instance.gate.set()
+        assert exchange.task is not None
+        await exchange.task
+        assert exchange.status == 200
+
+    asyncio.run(go())
+    assert [r.source is not None for r in instance.requests] == [True, False, False]
+
+
+def test_a_list_of_params_belongs_to_the_prompts_in_order() -> None:
+    instance = FakeInstance()
+    post(instance, COMPLETIONS, ask(prompt=["a", "b"], kv_transfer_params=[None, GOOD_PARAMS]))
+    by_prompt = {bytes(r.prompt.tolist()): r.source for r in instance.requests}
+    assert [source is None for source in by_prompt.values()] == [True, False]
+
+
+def test_a_refused_request_gives_its_grant_back() -> None:
+    too_long = FakeInstance(max_model_len=8)
+    assert post(too_long, COMPLETIONS, ask(prompt="far too long", kv_transfer_params=GOOD_PARAMS)).status_code == 400
+    assert [source.slot for source in too_long.released] == [GRANT.slot]
+    refusing = FakeInstance()
+    refusing.refuse = DoesNotFit("needs 9 blocks, there are 4")
+    response = post(refusing, COMPLETIONS, ask(kv_transfer_params=GOOD_PARAMS))
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "does_not_fit"
+    assert len(refusing.released) == 1
+    for bad in ({"top_p": 7}, {"max_tokens": 0}, {"model": "other"}, {"prompt": [None]}, {"stop": 5}):
+        instance = FakeInstance()
+        assert post(instance, COMPLETIONS, ask(kv_transfer_params=GOOD_PARAMS) | bad).status_code in (400, 404)
+        assert len(instance.released) == 1
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
+    ({"prompt": None}, 400, "prompt"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": ""}, 400, "no tokens"),
+    ({"prompt": ["a", 1]}, 400, "prompt"),
+    ({"prompt": [[1], []]}, 400, "prompt"),
+    ({"prompt": [1, 99999]}, 400, "99999"),
+    ({"prompt": [-1]}, 400, "-1"),
+    ({"prompt": "x" * 600}, 400, "600 tokens.*512"),
+    ({"prompt": "x" * 500, "max_tokens": 100}, 400, "at most 12"),
+    ({"model": "other"}, 404, "'other' is not served.*'tiny'"),
+    ({"model": 5}, 400, "model"),
+    ({"max_tokens": 0}, 400, "max_tokens: 0"),
+    ({"max_tokens": "many"}, 400, "max_tokens"),
+    ({"max_tokens": 1.5}, 400, "max_tokens"),
+    ({"min_tokens": 99}, 400, "min_tokens"),
+    ({"n": 0}, 400, "n: 0"),
+    ({"n": 1000}, 400, "n: 1000"),
+    ({"best_of": 3}, 400, "best_of"),
+    ({"echo": True}, 400, "echo"),
+    ({"suffix": "x"}, 400, "suffix"),
+    ({"logit_bias": {"5": 1.0}}, 400, "logit_bias"),
+    ({"logprobs": 21}, 400, "logprobs"),
+    ({"prompt_logprobs": 1}, 400, "prompt_logprobs"),
+    ({"temperature": -0.1}, 400, "temperature"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"top_p": 0}, 400, "top_p"),
+    ({"top_k": -5}, 400, "top_k"),
+    ({"min_p": 2}, 400, "min_p"),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty"),
+    ({"presence_penalty": 9}, 400, "presence_penalty"),
+    ({"seed": 2**70}, 400, "seed"),
+    ({"stop": ""}, 400, "stop"),
+    ({"stop": ["a"] * 99}, 400, "stop"),
+    ({"stop": 5}, 400, "stop"),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ({"cache_salt": ""}, 400, "cache_salt"),
+    ({"stream": True, "kv_transfer_params": PREFILL_LEG}, 400, "stream"),
+    ({"kv_transfer_params": "x"}, 400, "kv_transfer_params"),
+    ({"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[1]]}}, 400, "never trusted without"),
+    ({"prompt": ["a", "b"], "kv_transfer_params": GOOD_PARAMS}, 400, "one object"),
+    ({"prompt": ["a", "b"], "kv_transfer_params": [GOOD_PARAMS]}, 400, "1 objects for 2"),
+]
+
+
+@pytest.mark.parametrize(("changes", "status", "says"), BAD_COMPLETIONS, ids=[str(b[0])[:50] for b in BAD_COMPLETIONS])
+def test_bad_completions(changes: dict[str, Any], status: int, says: str) -> None:
+    instance = FakeInstance()
+    response = post(instance, COMPLETIONS, ask(**changes))
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert re.search(says, error["message"]), error["message"]
+    assert not instance.requests
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"prompt": "x",,}', "line 1 column 16"),
+        (b"", "not JSON"),
+        (b"[1]", "object, not a list"),
+        (b"\xff\xfe{}", "not"),
+        (b"[" * 100_000, "nested"),
+    ],
+)
+def test_malformed_json(body: bytes, says: str) -> None:
+    response = post(FakeInstance(), COMPLETIONS, body)
+    assert response.status_code == 400
+    assert says in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
+        ({"messages": [{"role": "unknown", "content": "x"}]}, "roles must alternate"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"chat_template": "{{ x }}"}, "chat_template"),
+    ],
+)
+def test_bad_chats(changes: dict[str, Any], says: str) -> None:
+    response = post(FakeInstance(), CHAT, {"messages": [{"role": "user", "content": "x"}], **changes})
+    assert response.status_code == 400
+    assert says in response.json()["error"]["message"]
+
+
+def test_a_model_without_chat_template_says_so() -> None:
+    instance = FakeInstance()
+    instance.model.tokenizer = ByteTokenizer(chat=False)
+    response = post(instance, CHAT, {"messages": [{"role": "user", "content": "x"}]})
+    assert response.status_code == 400
+    assert "no chat template" in response.json()["error"]["message"]
+
+
+def test_a_model_without_tokenizer_takes_token_ids_only() -> None:
+    instance = FakeInstance(lambda request: [1, 2])
+    instance.model.tokenizer = None
+    assert post(instance, COMPLETIONS, ask()).status_code == 400
+    body = post(instance, COMPLETIONS, ask(prompt=[1, 2])).json()
+    assert body["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("given", ["a,b", "a b", "x" * 200, "é"])
+def test_request_ids_that_cannot_travel_are_refused(given: str) -> None:
+    response = post(FakeInstance(), COMPLETIONS, ask(), headers={"x-request-id": given.encode()})
+    assert response.status_code == 400
+    assert "x-request-id" in response.json()["error"]["message"]
+
+
+def test_unknown_paths_and_methods_are_error_objects() -> None:
+    assert get(FakeInstance(), "/v2").json()["error"]["message"] == "GET /v2: Not Found"
+    assert get(FakeInstance(), COMPLETIONS).status_code == 405
+
+
+def test_the_instances_own_refusal_is_a_400() -> None:
+    instance = FakeInstance()
+    instance.refuse = BadRequest("no")
+    assert post(instance, COMPLETIONS, ask(prompt=["a", "b"])).status_code == 400
+
+
+def test_our_own_fault_is_a_500_error_object() -> None:
+    instance = FakeInstance()
+    instance.refuse = RuntimeError("a bug")
+
+    async def go() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app_of(instance), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(COMPLETIONS, json=ask())
+
+    response = asyncio.run(go())
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+
+
+def test_a_failed_instance_answers_503_with_the_reason() -> None:
+    instance = FakeInstance()
+    instance.failed = RuntimeError("the engine fell over")
+    for response in (post(instance, COMPLETIONS, ask()), get(instance, "/health")):
+        assert response.status_code == 503
+        assert "the engine fell over" in response.text
+
+
+def test_a_failure_while_a_request_waits_ends_it() -> None:
+    instance = FakeInstance()
+    instance.gate = threading.Event()
+
+    async def go() -> None:
+        exchange = Exchange(app_of(instance), COMPLETIONS, ask()).start()
+        await eventually(lambda: instance.requests)
+        instance.failed = RuntimeError("gone")
+        assert exchange.task is not None
+        await asyncio.wait_for(exchange.task, 10)
+        assert exchange.status == 503
+
+    asyncio.run(go())
+
+
+# -------------------------------------------------------------------------------------------------------- disconnects
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens_before", [0, 4])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_has_its_requests_aborted(stream: bool, tokens_before: int, n: int) -> None:
+    instance = FakeInstance()
+    instance.gate, instance.gate_at = threading.Event(), tokens_before
+
+    async def go() -> None:
+        exchange = Exchange(app_of(instance), COMPLETIONS, ask(stream=stream, n=n)).start()
+        await eventually(lambda: len(instance.requests) == n)
+        if stream and tokens_before:
+            await eventually(lambda: len(exchange.chunks) == n * tokens_before)
+        assert not instance.aborts
+        exchange.leave()
+        assert exchange.task is not None
+        await asyncio.wait_for(exchange.task, 10)
+
+    asyncio.run(go())
+    assert sorted(instance.aborts, key=str) == sorted(
+        [(r.request_id, FinishReason.ABORT) for r in instance.requests], key=str
+    )
+
+
+def test_a_client_that_leaves_while_siblings_wait() -> None:
+    instance = FakeInstance()
+    instance.gate = threading.Event()
+
+    async def go() -> None:
+        exchange = Exchange(app_of(instance), COMPLETIONS, ask(n=2, kv_transfer_params=GOOD_PARAMS)).start()
+        await eventually(lambda: instance.requests)
+        exchange.leave()
+        assert exchange.task is not None
+        await asyncio.wait_for(exchange.task, 10)
+
+    asyncio.run(go())
+    assert len(instance.requests) == 1
+    assert len(instance.aborts) == 1
+
+
+# -------------------------------------------------------------------------------------------------------- other paths
+
+
+def test_models_and_health() -> None:
+    model = get(FakeInstance(), "/v1/models").json()["data"][0]
+    assert (model["id"], model["max_model_len"]) == ("tiny", 512)
+    assert get(FakeInstance(), "/health").json()["status"] == "ok"
+
+
+def test_debug_memory_follows_the_contract() -> None:
+    entry = get(FakeInstance(), "/debug/memory").json()["instances"][0]
+    assert entry["role"] == "decode"
+    assert sum(entry["accounts"].values()) == entry["num_blocks"]
+    holder = entry["holders"][0]
+    assert set(holder) == {"request_id", "account", "blocks", "cause", "since_s", "deadline_s"}
+    assert 1 <= holder["since_s"] < 3
+    assert 0 < holder["deadline_s"] <= 2
+
+
+def test_metrics_count_what_was_served() -> None:
+    instance = FakeInstance()
+
+    async def go() -> str:
+        async with client_of(app_of(instance)) as client:
+            await client.post(COMPLETIONS, json=ask())
+            return (await client.get("/metrics")).text
+
+    text = asyncio.run(go())
+    labels = 'engine="0",model_name="tiny"'
+    assert f"vllm:generation_tokens_total{{{labels}}} 11.0" in text
+    assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"} 1.0' in text
+    assert f"vllm:time_to_first_token_seconds_count{{{labels}}} 1.0" in text

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from pdkv.errors import ConfigError
+from pdkv.serve.options import InstanceOptions, RouterOptions, ServeOptions
+
+
+def instance(**changes: Any) -> InstanceOptions:
+    return InstanceOptions(**{"role": "decode", "model": "smollm2", **changes})
+
+
+def test_defaults_are_valid() -> None:
+    options = instance()
+    assert options.host == "127.0.0.1"
+    assert options.kv_load_failure_policy is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"role": "both"}, "role"),
+        ({"model": " "}, "MODEL"),
+        ({"host": "http://x"}, "--host"),
+        ({"port": 70000}, "--port"),
+        ({"device": "tpu"}, "--device"),
+        ({"dtype": "int4"}, "--dtype"),
+        ({"max_model_len": 1}, "--max-model-len"),
+        ({"block_size": 24}, "--block-size"),
+        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization"),
+        ({"kv_cache_memory_bytes": 10}, "--kv-cache-memory-bytes"),
+        ({"num_gpu_blocks_override": 1}, "--num-gpu-blocks-override"),
+        ({"max_num_seqs": 0}, "--max-num-seqs"),
+        ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens"),
+        ({"watermark": 1.0}, "--watermark"),
+        ({"transport": "rdma"}, "--transport"),
+        ({"policy": "best"}, "--policy"),
+        ({"kv_load_failure_policy": "hope"}, "--kv-load-failure-policy"),
+        ({"kv_load_timeout_s": 0}, "--kv-load-timeout"),
+        ({"kv_lease_duration_s": 5}, "--kv-lease-duration"),
+        ({"max_leased_fraction": 0.0}, "--max-leased-fraction"),
+        ({"threads": 0}, "--threads"),
+    ],
+)
+def test_bad_values_name_the_option(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        instance(**changes)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8100", "ftp://x", "http://", "http://h:99999", "http://h/?a=1"])
+def test_router_refuses_what_is_no_url(url: str) -> None:
+    with pytest.raises(ConfigError, match="--prefill"):
+        RouterOptions(prefill=(url,), decode=("http://127.0.0.1:1",))
+
+
+def test_router_needs_both_sides_and_trims_slashes() -> None:
+    with pytest.raises(ConfigError, match="--decode"):
+        RouterOptions(prefill=("http://a:1",), decode=())
+    assert RouterOptions(prefill=("http://a:1/",), decode=("http://b:2",)).prefill == ("http://a:1",)
+
+
+def test_serve_wants_one_of_each_role() -> None:
+    with pytest.raises(ConfigError, match="prefill"):
+        ServeOptions(prefill=instance(), decode=instance())
+
+
+def test_options_need_no_torch() -> None:
+    code = "import sys, pdkv.serve.options; print(sorted({'torch','fastapi','transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

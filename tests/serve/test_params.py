@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.serve.fake import GRANT
+
+from pdkv.errors import BadRequest
+from pdkv.serve.params import ORDINARY, PREFILL_LEG, grant_to_params, parse_params
+
+VLLM_KEYS = {
+    "do_remote_prefill", "do_remote_decode", "remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host",
+    "remote_port", "tp_size", "dcp_size", "pp_size", "remote_num_tokens", "remote_blocks_expiry_time", "transfer_mode",
+    "remote_prefill_cached_tokens",
+}  # fmt: skip
+
+
+def params() -> dict[str, Any]:
+    made = grant_to_params(GRANT, engine_id="p-1", request_id="r", host="127.0.0.1", port=5600)
+    return json.loads(json.dumps(made))
+
+
+def test_every_key_of_vllm_is_present() -> None:
+    assert set(params()) >= VLLM_KEYS
+
+
+def test_a_grant_survives_the_journey_through_json() -> None:
+    source = parse_params(params()).source
+    assert source is not None
+    assert (source.block_ids, source.num_tokens, source.slot) == (GRANT.block_ids, GRANT.num_tokens, GRANT.slot)
+    assert (source.nonce, source.lease_id, source.token) == (GRANT.nonce, GRANT.lease_id, GRANT.token)
+    assert source.cached_tokens == GRANT.cached_tokens
+    assert (source.peer.engine_id, source.peer.port) == ("p-1", 5600)
+
+
+@pytest.mark.parametrize("value", [None, {}, {"do_remote_prefill": False}, {"do_remote_prefill": None, "other": 1}])
+def test_no_flags_are_an_ordinary_request(value: Any) -> None:
+    assert parse_params(value) == ORDINARY
+
+
+def test_the_prefill_leg_asks_to_produce() -> None:
+    assert parse_params(PREFILL_LEG | {"unknown": [1]}).produce
+
+
+def test_unknown_keys_are_ignored() -> None:
+    assert parse_params(params() | {"max_load_tokens": 5, "_p_side_truncated": True}).source is not None
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_num_tokens",
+     "pdkv_slot", "pdkv_nonce", "pdkv_lease_id", "pdkv_token"],
+)  # fmt: skip
+@pytest.mark.parametrize("bad", ["missing", None, -1, "", [], True, 2**70, [["a"]], {}])
+def test_what_is_missing_or_ill_typed_is_named(key: str, bad: Any) -> None:
+    given = params()
+    if bad == "missing":
+        del given[key]
+    else:
+        given[key] = bad
+    with pytest.raises(BadRequest, match=f"never trusted without the token.*{key}"):
+        parse_params(given)
+
+
+@pytest.mark.parametrize("blocks", [[[1, 2], [3]], [0], [[0, 1]], [[]], [1, "2"], [[1.5]]])
+def test_block_ids_must_be_one_list_of_real_blocks(blocks: Any) -> None:
+    with pytest.raises(BadRequest, match="remote_block_ids"):
+        parse_params(params() | {"remote_block_ids": blocks})
+
+
+def test_flat_block_ids_are_accepted() -> None:
+    source = parse_params(params() | {"remote_block_ids": [4, 5]}).source
+    assert source is not None
+    assert source.block_ids == (4, 5)
+
+
+def test_both_flags_contradict_each_other() -> None:
+    with pytest.raises(BadRequest, match="both true"):
+        parse_params({"do_remote_prefill": True, "do_remote_decode": True})
+
+
+def test_a_flag_must_be_a_boolean() -> None:
+    with pytest.raises(BadRequest, match="do_remote_decode"):
+        parse_params({"do_remote_decode": "yes"})

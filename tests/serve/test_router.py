@@ -1,0 +1,393 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from tests.serve.asgi import Exchange, client_of, eventually, sse_events
+
+from pdkv.serve.options import RouterOptions
+from pdkv.serve.params import PREFILL_LEG
+from pdkv.serve.router import create_router_app
+
+PARAMS = {"do_remote_prefill": True, "pdkv_token": "secret", "opaque": [1, {"x": None}], "big": 2**62 + 1}
+
+
+@dataclass
+class Backend:
+    """A hand-made instance: records what it is sent, answers what it is told to."""
+
+    reply: Callable[[dict[str, Any]], tuple[int, bytes, str]]
+    down: bool = False
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+    cut_after: int | None = None
+    cancelled: int = 0
+    pages: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope["path"]
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        if path in self.pages:
+            status, content = self.pages[path]
+            kind = "text/plain"
+        else:
+            self.seen.append(json.loads(body))
+            self.headers.append({k.decode(): v.decode() for k, v in scope["headers"]})
+            try:
+                if self.gate is not None:
+                    await self.gate.wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+            status, content, kind = self.reply(self.seen[-1])
+        headers = [(b"content-type", kind.encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for i in range(0, len(content), 7):
+            if self.cut_after is not None and i >= self.cut_after:
+                raise httpx.RemoteProtocolError("peer closed connection")
+            await send({"type": "http.response.body", "body": content[i : i + 7], "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class _CutStream(httpx.AsyncByteStream):
+    def __init__(self, chunks: list[bytes], error: Exception | None) -> None:
+        self.chunks, self.error = chunks, error
+
+    async def __aiter__(self) -> Any:
+        for chunk in self.chunks:
+            yield chunk
+        if self.error is not None:
+            raise self.error
+
+
+class Network(httpx.AsyncBaseTransport):
+    """Routes by host name to the backends; a backend that is down refuses the connection."""
+
+    def __init__(self, backends: dict[str, Backend]) -> None:
+        self.backends = backends
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        backend = self.backends[request.url.host]
+        if backend.down:
+            raise httpx.ConnectError("All connection attempts failed", request=request)
+        chunks: list[bytes] = []
+        start: dict[str, Any] = {}
+        sent = False
+
+        async def receive() -> dict[str, Any]:
+            nonlocal sent
+            if sent:
+                await asyncio.sleep(3600)
+            sent = True
+            return {"type": "http.request", "body": request.content, "more_body": False}
+
+        async def send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                start.update(message)
+            else:
+                chunks.append(message.get("body", b""))
+
+        scope = {"path": request.url.path, "headers": request.headers.raw}
+        error: Exception | None = None
+        try:
+            await backend(scope, receive, send)
+        except httpx.TransportError as caught:
+            error = caught
+        return httpx.Response(
+            start["status"], headers=start["headers"], stream=_CutStream(chunks, error), request=request
+        )
+
+
+def as_json(value: Any, status: int = 200) -> Callable[[dict[str, Any]], tuple[int, bytes, str]]:
+    return lambda _body: (status, json.dumps(value).encode(), "application/json")
+
+
+def prefill(**options: Any) -> Backend:
+    return Backend(as_json({"id": "p", "choices": [], "kv_transfer_params": PARAMS}), **options)
+
+
+STREAM = b'data: {"choices": [{"text": "Z\xc3\xbcrich"}]}\n\ndata: [DONE]\n\n'
+
+
+def decode(**options: Any) -> Backend:
+    return Backend(
+        lambda body: (
+            (200, STREAM, "text/event-stream") if body.get("stream") else (200, b'{"ok": 1}', "application/json")
+        ),
+        **options,
+    )
+
+
+def router(p: list[Backend], d: list[Backend], **options: Any) -> Any:
+    backends = {f"p{i}": b for i, b in enumerate(p)} | {f"d{i}": b for i, b in enumerate(d)}
+    made = RouterOptions(
+        prefill=tuple(f"http://p{i}:1" for i in range(len(p))),
+        decode=tuple(f"http://d{i}:1" for i in range(len(d))),
+        **options,
+    )
+    return create_router_app(made, httpx.AsyncClient(transport=Network(backends)))
+
+
+def post(app: Any, body: Any, *, path: str = "/v1/completions", **options: Any) -> httpx.Response:
+    async def go() -> httpx.Response:
+        async with client_of(app) as client:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            return await client.post(path, content=content, **options)
+
+    return asyncio.run(go())
+
+
+def get(app: Any, path: str) -> httpx.Response:
+    async def go() -> httpx.Response:
+        async with client_of(app) as client:
+            return await client.get(path)
+
+    return asyncio.run(go())
+
+
+# ------------------------------------------------------------------------------------------------------------ two legs
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_prefill_first_then_decode_with_its_params(path: str) -> None:
+    p, d = prefill(), decode()
+    body = {
+        "prompt": "x",
+        "stream": True,
+        "max_tokens": 50,
+        "min_tokens": 3,
+        "n": 2,
+        "stream_options": {"include_usage": True},
+    }
+    response = post(router([p], [d]), body, path=path, headers={"x-request-id": "id-7", "authorization": "Bearer k"})
+    assert response.status_code == 200
+    assert response.content == STREAM
+    assert response.headers["content-type"] == "text/event-stream"
+    assert response.headers["x-pdkv-prefill"] == "remote"
+    assert response.headers["x-request-id"] == "id-7"
+    (leg,) = p.seen
+    assert leg == {
+        "prompt": "x", "stream": False, "max_tokens": 1, "max_completion_tokens": 1, "kv_transfer_params": PREFILL_LEG,
+    }  # fmt: skip
+    assert d.seen == [body | {"kv_transfer_params": PARAMS}]
+    for headers in (*p.headers, *d.headers):
+        assert headers["x-request-id"] == "id-7"
+        assert headers["authorization"] == "Bearer k"
+        assert headers["accept-encoding"] == "identity"
+
+
+def test_params_of_the_client_are_stripped() -> None:
+    p, d = prefill(), decode()
+    forged = {"do_remote_prefill": True, "remote_block_ids": [[1]], "mine": 1}
+    post(router([p], [d]), {"prompt": "x", "kv_transfer_params": forged})
+    assert p.seen[0]["kv_transfer_params"] == PREFILL_LEG
+    assert d.seen[0]["kv_transfer_params"] == PARAMS
+    p.down = True
+    post(router([p], [d]), {"prompt": "x", "kv_transfer_params": forged})
+    assert "kv_transfer_params" not in d.seen[1]
+
+
+def test_a_request_without_id_gets_the_same_one_on_both_legs() -> None:
+    p, d = prefill(), decode()
+    response = post(router([p], [d]), {"prompt": "x"})
+    assert p.headers[0]["x-request-id"] == d.headers[0]["x-request-id"] == response.headers["x-request-id"]
+
+
+def test_instances_take_turns() -> None:
+    ps, ds = [prefill(), prefill()], [decode(), decode(), decode()]
+    app = router(ps, ds)
+
+    async def go() -> None:
+        async with client_of(app) as client:
+            for _ in range(6):
+                await client.post("/v1/completions", json={"prompt": "x"})
+
+    asyncio.run(go())
+    assert [len(b.seen) for b in ps] == [3, 3]
+    assert [len(b.seen) for b in ds] == [2, 2, 2]
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+
+def test_prefill_down_means_that_decode_prefills_itself() -> None:
+    p, d = prefill(down=True), decode()
+    response = post(router([p], [d]), {"prompt": "x"})
+    assert response.status_code == 200
+    assert response.headers["x-pdkv-prefill"] == "local"
+    assert d.seen == [{"prompt": "x"}]
+
+
+def test_prefill_down_without_fallback_is_a_503_that_names_it() -> None:
+    response = post(router([prefill(down=True)], [decode()], prefill_fallback="fail"), {"prompt": "x"})
+    assert response.status_code == 503
+    error = response.json()["error"]
+    assert error["code"] == "prefill_unavailable"
+    assert "http://p0:1" in error["message"]
+
+
+def test_another_prefill_is_tried_before_falling_back() -> None:
+    ps, d = [prefill(down=True), prefill()], decode()
+    response = post(router(ps, [d]), {"prompt": "x"})
+    assert response.headers["x-pdkv-prefill"] == "remote"
+    assert len(ps[1].seen) == 1
+
+
+def test_a_prefill_that_dies_while_it_computes_is_like_one_that_is_down() -> None:
+    p, d = prefill(cut_after=0), decode()
+    response = post(router([p], [d]), {"prompt": "x"})
+    assert response.headers["x-pdkv-prefill"] == "local"
+
+
+def test_a_failed_prefill_engine_is_like_one_that_is_down() -> None:
+    p = Backend(as_json({"error": {"message": "the instance has stopped: boom"}}, 503))
+    assert post(router([p], [decode()]), {"prompt": "x"}).headers["x-pdkv-prefill"] == "local"
+    failed = post(router([p], [decode()], prefill_fallback="fail"), {"prompt": "x"})
+    assert "boom" in failed.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("status", [400, 404, 500])
+def test_other_refusals_of_prefill_are_passed_on(status: int) -> None:
+    p, d = Backend(as_json({"error": {"message": "no"}}, status)), decode()
+    response = post(router([p], [d]), {"prompt": "x"})
+    assert response.status_code == status
+    assert response.json() == {"error": {"message": "no"}}
+    assert not d.seen
+
+
+def test_a_prefill_without_params_means_local_prefill() -> None:
+    p, d = Backend(as_json({"choices": [], "kv_transfer_params": None})), decode()
+    assert post(router([p], [d]), {"prompt": "x"}).headers["x-pdkv-prefill"] == "local"
+    assert "kv_transfer_params" not in d.seen[0]
+
+
+def test_a_prefill_that_speaks_no_json_is_a_502() -> None:
+    p = Backend(lambda _: (200, b"<html>", "text/html"))
+    response = post(router([p], [decode()]), {"prompt": "x"})
+    assert response.status_code == 502
+    assert "p0" in response.json()["error"]["message"]
+
+
+def test_decode_down_is_a_503_that_names_it_and_another_is_tried_first() -> None:
+    response = post(router([prefill()], [decode(down=True)]), {"prompt": "x"})
+    assert response.status_code == 503
+    assert "http://d0:1" in response.json()["error"]["message"]
+    ds = [decode(down=True), decode()]
+    assert post(router([prefill()], ds), {"prompt": "x"}).status_code == 200
+    assert ds[1].seen[0]["kv_transfer_params"] == PARAMS
+
+
+def test_errors_of_decode_are_passed_on_byte_for_byte() -> None:
+    d = Backend(lambda _: (400, b'{"error":  {"message": "bad top_p"}}', "application/json"))
+    response = post(router([prefill()], [d]), {"prompt": "x"})
+    assert response.status_code == 400
+    assert response.content == b'{"error":  {"message": "bad top_p"}}'
+
+
+def test_decode_that_dies_in_the_middle_of_a_stream_is_told_as_an_event() -> None:
+    response = post(router([prefill()], [decode(cut_after=21)]), {"prompt": "x", "stream": True})
+    *_, last = response.content.split(b"\n\n")[:-1]
+    assert "d0" in json.loads(last[last.rindex(b"data: ") + 6 :])["error"]["message"]
+    assert b"[DONE]" not in response.content
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": ', b"[]", b""])
+def test_malformed_json_reaches_nobody(body: bytes) -> None:
+    p, d = prefill(), decode()
+    response = post(router([p], [d]), body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_json"
+    assert not p.seen + d.seen
+
+
+@pytest.mark.parametrize("waiting_in", ["prefill", "decode"])
+def test_a_client_that_leaves_cancels_the_leg_under_way(waiting_in: str) -> None:
+    async def go() -> None:
+        p, d = prefill(), decode()
+        waiting = p if waiting_in == "prefill" else d
+        waiting.gate = asyncio.Event()
+        exchange = Exchange(router([p], [d]), "/v1/completions", {"prompt": "x", "stream": True}).start()
+        await eventually(lambda: waiting.seen)
+        exchange.leave()
+        assert exchange.task is not None
+        await asyncio.wait_for(exchange.task, 10)
+        assert waiting.cancelled == 1
+        assert len(d.seen) == (waiting_in == "decode")
+
+    asyncio.run(go())
+
+
+# ------------------------------------------------------------------------------------------------------ merged answers
+
+
+def test_merged_metrics_have_one_family_each_and_name_the_instance() -> None:
+    text = b'# HELP vllm:x_total about\n# TYPE vllm:x_total counter\nvllm:x_total{engine="0"} 3.0\n'
+    p, d = prefill(pages={"/metrics": (200, text)}), decode(pages={"/metrics": (200, text)})
+    merged = get(router([p], [d]), "/metrics").text
+    assert merged.count("# TYPE vllm:x_total counter") == 1
+    assert 'vllm:x_total{engine="0",instance="prefill-0"} 3.0' in merged
+    assert 'vllm:x_total{engine="0",instance="decode-0"} 3.0' in merged
+    assert 'pdkv:router_backend_up{instance="decode-0"} 1.0' in merged
+
+
+def test_what_is_no_metrics_text_and_no_ledger_is_left_out() -> None:
+    junk = {"/metrics": (200, b"<html>{{"), "/debug/memory": (404, b"not here")}
+    app = router([prefill(pages=junk)], [decode(pages={"/metrics": (200, b"a 1\n"), "/debug/memory": (200, b"[]")})])
+    assert 'a{instance="decode-0"} 1.0' in get(app, "/metrics").text
+    body = get(app, "/debug/memory").json()
+    assert body["instances"] == []
+    assert len(body["unreachable"]) == 2
+
+
+def test_metrics_of_a_router_with_a_dead_instance() -> None:
+    merged = get(router([prefill(down=True)], [decode(pages={"/metrics": (200, b"")})]), "/metrics").text
+    assert 'pdkv:router_backend_up{instance="prefill-0"} 0.0' in merged
+
+
+def test_merged_memory() -> None:
+    page = {"/debug/memory": (200, json.dumps({"instances": [{"role": "decode", "num_blocks": 5}]}).encode())}
+    body = get(router([prefill(down=True)], [decode(pages=page)]), "/debug/memory").json()
+    assert body["instances"] == [{"role": "decode", "num_blocks": 5, "instance": "decode-0"}]
+    assert "p0" in body["unreachable"][0]
+
+
+def test_health_needs_one_of_each() -> None:
+    ok = {"/health": (200, b'{"status": "ok"}')}
+    bad = {"/health": (503, b'{"status": "failed", "reason": "engine fell over"}')}
+    assert get(router([prefill(pages=ok)], [decode(pages=ok)]), "/health").json()["status"] == "ok"
+    degraded = get(router([prefill(pages=ok), prefill(down=True)], [decode(pages=ok)]), "/health")
+    assert (degraded.status_code, degraded.json()["status"]) == (200, "degraded")
+    failed = get(router([prefill(pages=ok)], [decode(pages=bad)]), "/health")
+    assert failed.status_code == 503
+    assert failed.json()["instances"]["decode-0"] == "engine fell over"
+
+
+def test_models_come_from_decode() -> None:
+    page = {"/v1/models": (200, b'{"data": []}')}
+    assert get(router([prefill()], [decode(pages=page)]), "/v1/models").json() == {"data": []}
+    assert get(router([prefill()], [decode(down=True)]), "/v1/models").status_code == 503
+
+
+def test_a_port_where_nobody_listens() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        response = post(create_router_app(RouterOptions(prefill=(url,), decode=(url,))), {"prompt": "x"})
+    assert response.status_code == 503
+    assert url in response.json()["error"]["message"]
+
+
+def test_stream_events_are_well_formed() -> None:
+    response = post(router([prefill()], [decode()]), {"prompt": "x", "stream": True})
+    assert sse_events(response.content)[-1] == "[DONE]"

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.serve.dummy_supervisor import options, part
+
+from pdkv.errors import ConfigError
+from pdkv.serve.options import InstanceOptions
+from pdkv.serve.progress import PlainProgress, Progress, open_progress
+from pdkv.serve.supervisor import ChildDied, Cluster, share_machine
+from pdkv.serve.web import bind, url_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _children_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def gone(pid: int) -> bool:
+    """The process has ended (or waits, dead, for whoever adopted it)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+def until_gone(*pids: int, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not all(gone(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if not gone(pid)]}"
+        time.sleep(0.02)
+
+
+def start(cluster: Cluster, *behaviours: str) -> None:
+    names = ("prefill", "decode", "router")[: len(behaviours)]
+    cluster.launch([part(name, how, bind("127.0.0.1", 0)) for name, how in zip(names, behaviours, strict=True)])
+
+
+# ------------------------------------------------------------------------------------------------------ in this process
+
+
+def test_all_start_and_none_is_left(tmp_path: Path) -> None:
+    said = io.StringIO()
+    with Cluster(options(log_dir=str(tmp_path))) as cluster:
+        start(cluster, "ready", "ready", "stubborn")
+        cluster.await_ready(PlainProgress(said), 30)
+        assert cluster.ready_line().startswith("pdkv ready: http://127.0.0.1:")
+        assert "prefill_blocks=7 decode_blocks=7" in cluster.ready_line()
+        pids = [facts["pid"] for facts in cluster.facts.values()] + [cluster.facts["router"]["grandchild"]]
+        assert not any(gone(pid) for pid in pids)
+        cluster.check()
+    until_gone(*pids)
+    assert "first line of stubborn" in (tmp_path / "router.log").read_text()
+    assert "prefill: working" in said.getvalue()
+    assert "decode: ready" in said.getvalue()
+
+
+def test_own_log_directory_is_removed_after_a_clean_stop_only() -> None:
+    with Cluster(options()) as clean:
+        start(clean, "ready")
+        clean.await_ready(Progress(), 30)
+    assert not clean.log_dir.exists()
+    broken = Cluster(options())
+    with pytest.raises(ChildDied):
+        _start_one_that_dies(broken)
+    assert (broken.log_dir / "prefill.log").exists()
+
+
+def _start_one_that_dies(cluster: Cluster) -> None:
+    with cluster:
+        start(cluster, "dies")
+        cluster.await_ready(Progress(), 30)
+
+
+def test_a_child_that_dies_while_starting_is_named_with_its_last_lines(tmp_path: Path) -> None:
+    with Cluster(options(log_dir=str(tmp_path))) as cluster:
+        start(cluster, "ready", "dies")
+        with pytest.raises(ChildDied) as caught:
+            cluster.await_ready(Progress(), 30)
+        first = cluster.children[0].process
+        assert first is not None
+    assert "the decode process" in str(caught.value)
+    assert "exit code 3" in str(caught.value)
+    assert "| a traceback, say" in str(caught.value)
+    until_gone(first.pid)
+
+
+def test_a_child_that_dies_later_ends_the_wait(tmp_path: Path) -> None:
+    with Cluster(options(log_dir=str(tmp_path))) as cluster:
+        start(cluster, "ready", "dies-later")
+        cluster.await_ready(Progress(), 30)
+        with pytest.raises(ChildDied, match="killed by SIGKILL"):
+            cluster.wait()
+        with pytest.raises(ChildDied, match="out of memory, say"):
+            cluster.check()
+
+
+def test_what_a_child_refuses_is_a_config_error(tmp_path: Path) -> None:
+    with Cluster(options(log_dir=str(tmp_path))) as cluster:
+        start(cluster, "hangs", "refuses")
+        with pytest.raises(ConfigError, match="the decode process cannot start: this model is unknown; use another"):
+            cluster.await_ready(Progress(), 30)
+
+
+def test_a_start_that_takes_too_long_names_who_is_late(tmp_path: Path) -> None:
+    with Cluster(options(log_dir=str(tmp_path))) as cluster:
+        start(cluster, "ready", "hangs")
+        with pytest.raises(ConfigError, match="not ready after 2 s: decode"):
+            cluster.await_ready(Progress(), 2)
+
+
+def test_the_public_port_is_checked_first(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with (
+            Cluster(options(port=port, log_dir=str(tmp_path))) as cluster,
+            pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"),
+        ):
+            cluster.prepare()
+    assert not cluster.children
+
+
+def test_an_unknown_model_starts_nothing(tmp_path: Path) -> None:
+    with Cluster(options(log_dir=str(tmp_path))) as cluster, pytest.raises(ConfigError, match="unknown model 'm'"):
+        cluster.prepare()
+
+
+def test_a_log_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--log-dir"), Cluster(options(log_dir=str(tmp_path / "file" / "x"))):
+        pass
+
+
+def test_binding() -> None:
+    with bind("127.0.0.1", 0) as free:
+        assert url_of(free).startswith("http://127.0.0.1:")
+        port = free.getsockname()[1]
+    with bind("127.0.0.1", port) as again:
+        assert again.getsockname()[1] == port
+    with pytest.raises(ConfigError, match="--host"):
+        bind("203.0.113.9", 0)
+
+
+def test_memory_and_cores_are_shared_unless_said_otherwise() -> None:
+    def make(role: Any, **more: Any) -> InstanceOptions:
+        return InstanceOptions(role=role, model="m", **more)
+
+    p, d = share_machine(make("prefill"), make("decode", threads=7), cores=9)
+    assert (p.memory_share, d.memory_share) == (0.5, 0.5)
+    assert (p.threads, d.threads) == (4, 7)
+    p, d = share_machine(make("prefill", device="cuda:0"), make("decode", device="cuda:1"), cores=1)
+    assert (p.memory_share, d.memory_share, p.threads) == (1.0, 1.0, 1)
+
+
+def test_progress_is_plain_without_a_terminal() -> None:
+    stream = io.StringIO()
+    with open_progress(stream) as progress:
+        progress.update("prefill", "loading")
+    assert stream.getvalue().endswith("prefill: loading\n")
+
+
+# ------------------------------------------------------------------------------------------------- as its own process
+
+
+@pytest.fixture
+def supervised() -> Iterator[Any]:
+    started: list[subprocess.Popen[str]] = []
+
+    def go(*behaviours: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.serve.dummy_supervisor", *behaviours],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout is not None
+        facts = json.loads(process.stdout.readline())
+        assert process.stdout.readline().startswith("pdkv ready: ")
+        return process, facts
+
+    yield go
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def pids_of(facts: dict[str, Any]) -> list[int]:
+    return [own[key] for own in facts.values() for key in ("pid", "grandchild") if key in own]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_all_of_it(supervised: Any, number: int) -> None:
+    process, facts = supervised("ready", "stubborn", "ready")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert out == ""
+    assert "pdkv: stopping" in err
+    until_gone(*pids_of(facts))
+
+
+def test_a_killed_supervisor_leaves_no_child(supervised: Any) -> None:
+    process, facts = supervised("ready", "ready", "ready")
+    process.kill()
+    process.wait()
+    until_gone(*pids_of(facts))
+
+
+def test_a_dead_child_ends_the_others_with_exit_code_one(supervised: Any) -> None:
+    process, facts = supervised("dies-later", "ready", "ready")
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "the prefill process" in err
+    assert "| out of memory, say" in err
+    until_gone(*pids_of(facts))
+
+
+def test_a_killed_child_ends_the_others(supervised: Any) -> None:
+    process, facts = supervised("ready", "ready", "ready")
+    os.kill(facts["decode"]["pid"], signal.SIGKILL)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "the decode process" in err
+    until_gone(*pids_of(facts))
