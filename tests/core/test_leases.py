@@ -243,3 +243,14 @@ def test_a_leased_prompt_can_be_hit_and_is_counted_once() -> None:
     assert (accounts["running"], accounts["retained"]) == (4, 1)  # three shared ones count as running
     step(engine, 0, [Abort("r")])
     assert engine.memory().accounts["retained"] == 4
+
+
+def test_prefills_under_way_have_their_slots_kept() -> None:
+    """Otherwise the second to finish would get no lease, and its consumer would compute the prompt again."""
+    engine = make_engine(slots=1)
+    plan, events = step(engine, 0, [new_request(name, 8, 1, produce=True) for name in "ab"])
+    assert plan.batch.request_ids == ("a",)
+    lease = next(event.lease for event in events if isinstance(event, Finished))
+    assert lease is not None
+    _, events = step(engine, 1, [FromPeer(Done(lease.token, "D"), 1)])
+    assert [event.lease is not None for event in events if isinstance(event, Finished)] == [True]

@@ -359,16 +359,17 @@ def test_priority_decides_who_comes_and_who_goes() -> None:
 
 
 def test_a_victim_chosen_earlier_in_the_step_leaves_no_promise_behind() -> None:
-    """Priority can take back what this very step gave: the block it was to fill must not be hit by anybody."""
-    engine = make_engine(num_blocks=5, priority_scheduling=True)
-    step(engine, 0, [new_request("late", counting_prompt(6), 20, priority=9)], token=lambda _: 5)
-    step(engine, 0, [new_request("soon", counting_prompt(8, 500), 3, priority=1)], token=lambda _: 5)
+    """Priority can take back what this very step gave: blocks it was to fill must not be hit by anybody."""
+    engine = make_engine(
+        num_blocks=9, priority_scheduling=True, max_num_batched_tokens=12, long_prefill_token_threshold=8
+    )
+    step(engine, 0, [new_request("late", counting_prompt(28), 3, priority=9)])  # 12 tokens: 3 blocks
+    step(engine, 0, [new_request("soon", counting_prompt(4, 500), 3, priority=1)])  # 8 and 4: 5 and 1 blocks
     late = engine.requests["late"]
-    assert len(late.hashes) == 2  # 8 tokens are known; the next step would write the last of them
-    plan, events = step(engine, 0, token=lambda _: 5)
-    assert [event.request_id for event in events if isinstance(event, Preempted)] == ["late"]
+    plan, events = step(engine)  # late gets its last two blocks, then soon needs one
+    assert [(event.request_id, event.lost_tokens) for event in events if isinstance(event, Preempted)] == [("late", 20)]
     assert plan.batch.request_ids == ("soon",)
-    assert len(engine.manager.pool.index.lookup(late.hashes)) == 1
+    assert len(engine.manager.pool.index.lookup(late.hashes)) == 5  # not the sixth: nobody has written it
 
 
 def test_a_step_that_only_preempted_is_followed_by_another_at_once() -> None:

@@ -1,7 +1,8 @@
-"""The process that moves KV: it alone owns the transport, and killing it is the last fence (design 1, 3.2).
+"""What moves KV: it alone owns the transport, and ending it is the last fence (design 1, 3.2).
 
-``python -m pdkv.runtime.mover FD PARENT_PID`` talks to the control thread over the inherited socket ``FD``. It imports
-neither torch nor transformers, maps the instance's pool and slots from inherited descriptors, and dies with its parent.
+On CPU pools it is a process: ``python -m pdkv.runtime.mover FD PARENT_PID`` talks to the control thread over the
+inherited socket ``FD``, imports neither torch nor transformers, maps the instance's pool and slots from inherited
+descriptors, and dies with its parent. On GPU pools `MoverThread` runs the same `Mover` on a thread.
 
 A READ is moved in slices, one at a time per handle, round robin between handles. A handle is reported as ended only
 when nothing of it can touch the destination any more; one that cannot end (its peer is stopped) is not reported at all:
@@ -19,7 +20,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,10 +77,18 @@ class _Peer:
 
 
 class Mover:
-    """Serves one control socket until it closes. Single-threaded; `run` returns at end of file."""
+    """Serves one control socket until it closes, or until ``closing()``. Single-threaded."""
 
-    def __init__(self, sock: socket.socket, transport: Transport, memory: LocalMemory) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        transport: Transport,
+        memory: LocalMemory,
+        *,
+        closing: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._sock = sock
+        self._closing = closing
         self._transport = transport
         self._memory = memory
         self._frames = FrameBuffer()
@@ -90,9 +99,9 @@ class Mover:
         self._offer = transport.offer
 
     def run(self) -> None:
-        """Work until the control thread closes its end."""
+        """Work until the control thread closes its end (whatever it sent before is still begun)."""
         self._sock.sendall(pack(Ready(offer=self._offer)))
-        while self._receive(self._wait_s()):
+        while not self._closing() and self._receive(self._wait_s()):
             moved = self._advance_all()
             self._quiet_rounds = 0 if moved else self._quiet_rounds + 1
             self._transport.progress()
@@ -234,12 +243,12 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)  # it ended before the call above
 
 
-def make_transport(start: Start, memory: LocalMemory) -> Transport:
-    """The transport named in ``start``. Raises `TransportError` when it cannot work here."""
-    if start.transport == "nixl":
+def make_transport(name: str, agent: str, memory: LocalMemory) -> Transport:
+    """The transport ``nixl`` (with an agent of that name) or ``shm``. Raises `TransportError` if it cannot work here."""
+    if name == "nixl":
         from pdkv.runtime.transports.nixl import NixlTransport
 
-        return NixlTransport(start.agent, memory)
+        return NixlTransport(agent, memory)
     from pdkv.runtime.transports.shm import ShmTransport
 
     return ShmTransport(memory)
@@ -272,7 +281,7 @@ def main(argv: list[str]) -> int:
         num_slots=start.num_slots,
     )
     try:
-        transport = make_transport(start, memory)
+        transport = make_transport(start.transport, start.agent, memory)
     except TransportError as error:
         sock.sendall(pack(Broken(reason=str(error))))
         return 1

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.errors import DoesNotFit
+from pdkv.runtime.wire import MemoryKind
 from pdkv.units import format_bytes
 
 _F_ADD_SEALS = 1033  # fcntl.F_ADD_SEALS and friends are missing from Python's fcntl on some builds
@@ -26,8 +27,11 @@ class SharedMemory:
 
     The size is sealed: a process that maps it can never be killed by SIGBUS because another one truncated it.
     ``fd`` is close-on-exec (pass it with ``pass_fds``), ``address`` is where it is mapped in this process.
-    Raises `DoesNotFit` when the kernel refuses the size.
+    ``kind`` and ``device`` say that it is host memory. Raises `DoesNotFit` when the kernel refuses the size.
     """
+
+    kind: MemoryKind = "DRAM"
+    device = 0
 
     def __init__(self, nbytes: int, name: str = "pdkv") -> None:
         if nbytes <= 0:

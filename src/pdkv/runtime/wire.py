@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -20,6 +21,13 @@ WIRE_VERSION = "1"
 TOKEN_BYTES = 16
 MAX_FRAME_BYTES = 4 << 20  # a claim of 1M blocks; more than any prompt
 MAX_MOVER_FRAME_BYTES = 64 << 20
+
+
+MemoryKind = Literal["DRAM", "VRAM"]
+"""Where memory is: in the host, or in a GPU (NIXL's names)."""
+
+Address = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # a stranger's: an offset added to it must not wrap
+DeviceIndex = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 
 
 class BadFrame(Exception):
@@ -41,12 +49,17 @@ class ShmOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a NIXL reader needs: the agent's own metadata blob, and where pool and slots lie in that agent's process."""
+    """What a NIXL reader needs: the agent's own metadata blob, and where pool and slots lie in that agent's process.
+
+    The pool may be in a GPU (``VRAM``, ``pool_device`` is CUDA's index in that process); the slots are host memory.
+    """
 
     agent: str
     metadata: bytes
-    pool_address: int
-    slots_address: int
+    pool_kind: MemoryKind
+    pool_device: DeviceIndex
+    pool_address: Address
+    slots_address: Address
 
 
 class PeerMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +147,7 @@ def decode_answer(frame: bytes) -> Answer:
     return answer
 
 
-def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes):  # type: ignore[no-untyped-def,type-arg]
+def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes):  # type: ignore[no-untyped-def]
     if len(frame) > MAX_FRAME_BYTES:
         raise BadFrame(f"{len(frame)} bytes, at most {MAX_FRAME_BYTES} are taken")
     try:
@@ -147,7 +160,7 @@ def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes):  # type: ignore[no-
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
-    """First message to a mover: which transport, and the inherited descriptors of pool and slots."""
+    """First message to a mover process: which transport, and the inherited descriptors of pool and slots."""
 
     transport: str
     agent: str

@@ -94,7 +94,7 @@ class InstanceOptions:
     kv_load_failure_policy: LoadFailurePolicy | None = None
     kv_load_timeout_s: float = 60.0
     kv_lease_duration_s: int = 30
-    max_leased_fraction: float = 0.5
+    max_leased_fraction: float = 0.8
     side_channel_port: int = 0
     threads: int | None = None
     served_model_name: str | None = None

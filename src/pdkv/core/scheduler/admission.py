@@ -103,8 +103,8 @@ class Admitter:
         return Admission(Verdict.RUN, tokens, local)
 
     def _may_produce(self, request: Request, running: list[Request]) -> bool:
-        in_flight = sum(self._manager.blocks_for(other.num_prompt) for other in running if other.new.produce)
-        return self._producer.may_prefill(request, in_flight)
+        in_flight = [self._manager.blocks_for(other.num_prompt) for other in running if other.new.produce]
+        return self._producer.may_prefill(request, len(in_flight), sum(in_flight))
 
     def _reserved(self, running: list[Request], holding: Iterable[Request]) -> int:
         """Blocks that prefills and loads under way still need for what is known of their sequences."""

@@ -41,15 +41,15 @@ class Producer:
         self._by_token: dict[bytes, Lease] = {}
         self.leased_blocks = 0  # shared blocks counted once per lease: what peers have asked to keep
 
-    def may_prefill(self, request: Request, in_flight_blocks: int) -> bool:
+    def may_prefill(self, request: Request, in_flight: int, in_flight_blocks: int) -> bool:
         """Whether one more prompt may be computed for a peer without pinning more than the allowed share.
 
-        A prompt larger than the whole share is let in when nothing else is leased, so none waits for ever.
+        Each of the ``in_flight`` prefills for peers will want a slot, and ``in_flight_blocks`` blocks are theirs. A prompt larger than the whole share is let in when nothing else is leased, so none waits for ever.
         """
         pinned = self.leased_blocks + in_flight_blocks
         limit = int(self._config.max_leased_fraction * (self._config.num_blocks - 1))
         needed = self._manager.blocks_for(request.num_prompt)
-        return self._slots.num_free > 0 and (pinned == 0 or pinned + needed <= limit)
+        return self._slots.num_free > in_flight and (pinned == 0 or pinned + needed <= limit)
 
     def grant(self, request: Request) -> LeaseGrant:
         """Keep the prompt's blocks for a consumer; the request's other blocks go back. Needs a free slot."""

@@ -22,7 +22,7 @@
 #define K_BLOCK 1536     /* a panel's K range in the cache at once */
 #define X_BLOCK_FLOATS 65536 /* rows times K of the input in the cache at once */
 #define UNPACK_ABOVE 12  /* rows from which bf16 weights are turned into fp32 once instead of in every tile */
-#define AHEAD 4096       /* bytes that weights are asked for before they are used */
+#define AHEAD 1024       /* bytes that weights are asked for before they are used */
 #define TOKENS 16        /* context tokens per softmax update */
 #define MAX_HEAD_DIM 512
 #define MAX_GROUP 32     /* query heads per KV head */

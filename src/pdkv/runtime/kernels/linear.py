@@ -28,16 +28,33 @@ class PackedLinear(torch.nn.Module):
         )
 
 
+class PackedEmbedding(torch.nn.Module):
+    """Rows of a packed weight that an output layer shares with the embedding."""
+
+    def __init__(self, packed: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("packed", packed)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64[...] -> [..., k] float32."""
+        columns = self.packed.shape[2]
+        return self.packed[ids // columns, :, ids % columns].float()
+
+
 def pack_linears(model: Any, native: Native, storage: torch.dtype) -> int:
     """Replace every float32 `torch.nn.Linear` of ``model`` by a `PackedLinear`; returns how many.
 
-    One after the other, so that the weights are never there twice. A weight that something else shares (an embedding
-    tied to the output layer) stays as it is for the other.
+    One after the other, so that the weights are never there twice. An embedding that is tied to an output layer reads
+    from the packed weights, too.
     """
     found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-    count = 0
+    packed: dict[int, torch.Tensor] = {}
     for parent, name, child in found:
         if type(child) is torch.nn.Linear and child.weight.dtype == torch.float32:
-            setattr(parent, name, PackedLinear(child, native, storage))
-            count += 1
-    return count
+            layer = PackedLinear(child, native, storage)
+            packed[child.weight.data_ptr()] = layer.packed
+            setattr(parent, name, layer)
+    for parent, name, child in found:
+        if type(child) is torch.nn.Embedding and child.weight.data_ptr() in packed:
+            setattr(parent, name, PackedEmbedding(packed[child.weight.data_ptr()]))
+    return len(packed)

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pdkv.runtime.device_memory import DeviceMemory
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.wire import NixlOffer, PeerMemory
 
@@ -37,9 +38,9 @@ Slice = tuple[Segment, ...]
 
 @dataclass(frozen=True, slots=True)
 class LocalMemory:
-    """This instance's pool and slots as mapped in the mover."""
+    """This instance's pool and slots as the mover reaches them: mapped, or on a GPU of its process."""
 
-    pool: SharedMemory
+    pool: SharedMemory | DeviceMemory
     slots: SharedMemory
     bytes_per_block: int
     num_blocks: int
@@ -86,7 +87,7 @@ class Transport(Protocol):
         """Help peers that read from here (cheap when there are none)."""
 
     def close(self) -> None:
-        """Let go of everything; nothing lands after it."""
+        """Let go of everything; nothing lands after it. Raises `TransportError` when that cannot be promised."""
 
 
 def cut_slices(

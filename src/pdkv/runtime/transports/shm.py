@@ -19,6 +19,9 @@ from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, T
 from pdkv.runtime.wire import PeerMemory, ShmOffer
 
 
+CPU_ONLY = "shared memory moves CPU pools only; use --transport nixl"
+
+
 def boot_id() -> str:
     """Names this boot of this host: two processes with the same one share a kernel."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -50,12 +53,17 @@ class _Copied:
 
 
 class ShmTransport:
-    """One-sided reads through mapped memory files. Copies happen inside ``post``: a slice is over when it returns."""
+    """One-sided reads through mapped memory files. Copies happen inside ``post``: a slice is over when it returns.
+
+    Raises `TransportError` for a pool that is not host memory.
+    """
 
     name = "shm"
     offer = None
 
     def __init__(self, memory: LocalMemory) -> None:
+        if memory.pool.kind != "DRAM":
+            raise TransportError(CPU_ONLY)
         self._local = memory
         self._peers: dict[str, _Peer] = {}
 
