@@ -83,7 +83,7 @@ def _template(
     ] = 30,
     max_leased_fraction: Annotated[
         float, typer.Option(help="Most of P's pool that leases may hold.", rich_help_panel=_TRANSFER)
-    ] = 0.5,
+    ] = 0.8,
     side_channel_port: Annotated[
         int,
         typer.Option(metavar="PORT", help="Handshakes and heartbeats; 0: any free port.", rich_help_panel=_TRANSFER),

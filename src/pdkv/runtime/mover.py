@@ -88,6 +88,8 @@ class Mover:
         closing: Callable[[], bool] = lambda: False,
     ) -> None:
         self._sock = sock
+        self._poll = select.poll()  # not select(): in an instance's process descriptors pass 1024
+        self._poll.register(sock, select.POLLIN)
         self._closing = closing
         self._transport = transport
         self._memory = memory
@@ -117,7 +119,10 @@ class Mover:
 
     def _receive(self, timeout_s: float) -> bool:
         """Take what the control thread sent; False at its end of file."""
-        if not select.select([self._sock], [], [], timeout_s)[0]:
+        if 0 < timeout_s < 0.001:  # poll counts in milliseconds
+            time.sleep(timeout_s)
+            timeout_s = 0
+        if not self._poll.poll(timeout_s * 1000):
             return True
         data = self._sock.recv(1 << 20)
         if not data:

@@ -44,7 +44,8 @@ class Producer:
     def may_prefill(self, request: Request, in_flight: int, in_flight_blocks: int) -> bool:
         """Whether one more prompt may be computed for a peer without pinning more than the allowed share.
 
-        Each of the ``in_flight`` prefills for peers will want a slot, and ``in_flight_blocks`` blocks are theirs. A prompt larger than the whole share is let in when nothing else is leased, so none waits for ever.
+        The ``in_flight`` prefills for peers will want a slot each and their ``in_flight_blocks``. A prompt larger than
+        the whole share is let in when nothing else is leased, so none waits for ever.
         """
         pinned = self.leased_blocks + in_flight_blocks
         limit = int(self._config.max_leased_fraction * (self._config.num_blocks - 1))

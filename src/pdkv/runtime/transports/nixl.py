@@ -7,15 +7,22 @@ calls made from here, and nothing can be written into the pool outside them.
 NIXL's own cancel is no fence (design 1): a READ that was released, or reported an error for one of its descriptors, may
 still have others under way. Only destroying the agent ends them. So a failed slice is answered by exactly that: the
 agent is replaced, what other READs had under way is posted again to the new one, and then the failure is reported.
+Python destroys an agent with its last reference, so every fence checks that the agent is really gone.
 Nothing of NIXL's that is pickled is used: descriptors are made from plain addresses on both sides.
+
+A pool may be in a GPU (VRAM) on either side, each with its own device index; slots are host memory (DRAM) always. UCX
+moves VRAM by GPUDirect RDMA, CUDA IPC or staged copies. Its report that a READ is done says that the data is in the
+GPU's memory for every kernel launched afterwards, which is when the engine first uses it (after `ReadEnded`).
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import mmap
 import os
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +31,11 @@ import numpy.typing as npt
 
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, TransportError
-from pdkv.runtime.wire import NixlOffer, PeerMemory
+from pdkv.runtime.wire import MemoryKind, NixlOffer, PeerMemory
 
 log = logging.getLogger("pdkv.mover")
 
 _MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
-_MEMORY = "DRAM"
 _SCRATCH_SLOTS = mmap.PAGESIZE // SLOT_BYTES
 _MAX_METADATA_BYTES = 1 << 20
 _WORD = np.dtype("<u8")
@@ -52,6 +58,8 @@ class _Flight:
     peer: str
     local: Descriptors
     remote: Descriptors
+    local_kind: MemoryKind = "DRAM"
+    remote_kind: MemoryKind = "DRAM"
     cell: int | None = None
     handle: Any = None
     over: bool = False
@@ -150,9 +158,10 @@ class NixlTransport:
         ends = segments[:, :2] + segments[:, 2:]
         if int(ends[:, 0].max()) > source.pool_bytes or int(ends[:, 1].max()) > pool.nbytes:
             raise TransportError(f"{peer}: a segment reaches outside the pool")
-        local = _descriptors(segments[:, 1] + np.uint64(pool.address), segments[:, 2])
-        remote = _descriptors(segments[:, 0] + np.uint64(source.offer.pool_address), segments[:, 2])
-        return self._launch(_Flight(peer, local, remote))
+        offer = source.offer
+        local = _descriptors(segments[:, 1] + np.uint64(pool.address), segments[:, 2], pool.device)
+        remote = _descriptors(segments[:, 0] + np.uint64(offer.pool_address), segments[:, 2], offer.pool_device)
+        return self._launch(_Flight(peer, local, remote, pool.kind, offer.pool_kind))
 
     def post_slot(self, peer: str, slot: int) -> Copy:
         self.check_peer(peer)
@@ -166,17 +175,12 @@ class NixlTransport:
         length = np.array([SLOT_BYTES], np.uint64)
         local = _descriptors(np.array([self._scratch.address + cell * SLOT_BYTES], np.uint64), length)
         remote = _descriptors(np.array([source.offer.slots_address + slot * SLOT_BYTES], np.uint64), length)
-        return self._launch(_Flight(peer, local, remote, cell))
+        return self._launch(_Flight(peer, local, remote, cell=cell))
 
     def done(self, copy: Copy) -> bool:
         assert isinstance(copy, _Flight)
         if not copy.over:
-            try:
-                status = self._agent.api.check_xfer_state(copy.handle)
-            except Exception as error:
-                self._fence(copy, f"{copy.peer}: the read failed: {error}")
-            else:
-                self._took(copy, status)
+            self._took(copy, self._status("check_xfer_state", copy))
         if copy.error is not None:
             raise TransportError(copy.error)
         return copy.over
@@ -194,6 +198,8 @@ class NixlTransport:
 
     def close(self) -> None:
         self._drop_agent()
+        del self._scratch_words
+        self._scratch.close()
 
     def _launch(self, flight: _Flight) -> _Flight:
         """Post it. Raises `TransportError` when that fails; then nothing of it can arrive any more."""
@@ -203,29 +209,34 @@ class NixlTransport:
         return flight
 
     def _submit(self, flight: _Flight) -> None:
-        api = self._agent.api
-        agent = self._peers[flight.peer].offer.agent
         try:
-            flight.handle = api.initialize_xfer(
-                "READ", api.get_xfer_descs(flight.local, _MEMORY), api.get_xfer_descs(flight.remote, _MEMORY), agent
-            )
+            flight.handle = self._prepare(flight)
         except Exception as error:  # nothing has been posted: no fence is needed
             self._over(flight, f"{flight.peer}: NIXL refuses the read: {error}")
             return
         self._flights.append(flight)
+        self._took(flight, self._status("transfer", flight))
+
+    def _prepare(self, flight: _Flight) -> Any:
+        api = self._agent.api
+        local = api.get_xfer_descs(flight.local, flight.local_kind)
+        remote = api.get_xfer_descs(flight.remote, flight.remote_kind)
+        return api.initialize_xfer("READ", local, remote, self._peers[flight.peer].offer.agent)
+
+    def _status(self, call: str, flight: _Flight) -> str:
+        """``DONE``, ``PROC``, or what went wrong. No exception leaves here: its frames would keep the agent alive."""
         try:
-            status = api.transfer(flight.handle)
+            status = getattr(self._agent.api, call)(flight.handle)
         except Exception as error:
-            self._fence(flight, f"{flight.peer}: the read failed: {error}")
-        else:
-            self._took(flight, status)
+            return str(error) or type(error).__name__
+        return status if status in ("DONE", "PROC") else f"NIXL says {status}"
 
     def _took(self, flight: _Flight, status: str) -> None:
         if status == "DONE":
             flight.handle.release()
             self._over(flight, None)
         elif status != "PROC":
-            self._fence(flight, f"{flight.peer}: the read failed (NIXL says {status})")
+            self._fence(flight, f"{flight.peer}: the read failed: {status}")
 
     def _over(self, flight: _Flight, error: str | None) -> None:
         flight.over, flight.error, flight.handle = True, error, None
@@ -247,7 +258,7 @@ class NixlTransport:
         try:
             self._agent = self._make_agent()
         except TransportError as failure:
-            raise RuntimeError(str(failure)) from failure  # this process ends: that is a fence as well
+            raise RuntimeError(str(failure)) from failure  # this mover ends: that is a fence as well
         for peer, known in self._peers.items():
             if known.failed is None:
                 try:
@@ -268,16 +279,29 @@ class NixlTransport:
             config = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             api = self._api.nixl_agent(name, config)
             # Pool and slots are what peers may read; the scratch is registered because NIXL writes to it.
-            regions = [(m.address, m.nbytes, 0, "") for m in (pool, slots, self._scratch)]
-            api.register_memory(regions, _MEMORY)
+            api.register_memory([(pool.address, pool.nbytes, pool.device, "")], pool.kind)
+            api.register_memory([(m.address, m.nbytes, m.device, "") for m in (slots, self._scratch)], "DRAM")
             metadata = api.get_agent_metadata()
         except Exception as error:
-            raise TransportError(f"NIXL cannot make its UCX agent ({error})") from error
-        self._offer = NixlOffer(agent=name, metadata=metadata, pool_address=pool.address, slots_address=slots.address)
+            raise TransportError(f"NIXL cannot make its UCX agent for {pool.kind} memory ({error})") from error
+        self._offer = NixlOffer(
+            agent=name,
+            metadata=metadata,
+            pool_kind=pool.kind,
+            pool_device=pool.device,
+            pool_address=pool.address,
+            slots_address=slots.address,
+        )
         return _Agent(api)
 
     def _drop_agent(self) -> None:
-        """Destroy the agent: UCX's workers go, and with them everything under way."""
+        """Destroy the agent: UCX's workers go, and with them everything under way.
+
+        Raises `TransportError` when it lives on: then nothing is promised.
+        """
+        if self._agent.api is None:
+            return
+        binding = weakref.ref(self._agent.api.agent)
         for flight in self._flights:
             handle, flight.handle = flight.handle, None
             try:
@@ -288,11 +312,17 @@ class NixlTransport:
             del handle
         self._agent.loaded.clear()
         self._agent.api = None  # the last reference
+        if binding() is not None:
+            gc.collect()  # or it is part of a cycle
+            if binding() is not None:
+                raise TransportError("NIXL's agent lives on: something still refers to it")
 
 
-def _descriptors(addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> Descriptors:
+def _descriptors(
+    addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], device: int = 0
+) -> Descriptors:
     out = np.zeros((len(addresses), 3), dtype=np.uint64)
-    out[:, 0], out[:, 1] = addresses, lengths
+    out[:, 0], out[:, 1], out[:, 2] = addresses, lengths, device
     return out
 
 
