@@ -86,7 +86,7 @@ def mover_of(target: Instance) -> int:
 
 def warm(producer: Instance, consumer: Instance) -> None:
     """The first READ sets connections up; later ones only move data."""
-    decode(consumer, "warm", LONG[:20], prefill(producer, "warm", LONG[:20]), 1).wait()
+    decode(consumer, "warm", [7] * 20, prefill(producer, "warm", [7] * 20), 1).wait()
 
 
 def test_an_aborted_read_keeps_its_blocks_in_quarantine_until_it_has_ended(pair) -> None:
