@@ -17,12 +17,14 @@ from pdkv.core.ports import (
     FinishReason,
     FromPeer,
     Heartbeat,
+    InboxItem,
     LeaseGrant,
     LeaseReleased,
     LeaseRenewed,
+    NewRequest,
     Outputs,
 )
-from pdkv.core.transfer.lease import LeaseSlots, lease_token
+from pdkv.core.transfer.lease import LeaseSlots, digest_tokens, lease_token
 
 
 def produce(engine: Engine, name: str = "p", length: int = 10, now_ns: int = 0, **more: Any) -> LeaseGrant:
@@ -128,12 +130,15 @@ def test_the_slot_names_the_lease_as_long_as_the_blocks_are_kept() -> None:
     slots = np.zeros((4, 2), dtype=np.uint64)
     owner = LeaseSlots(slots, nonce=7, secret=b"k")
     seen = set()
+    prompt = counting_prompt(9)
     for _ in range(20):
-        slot, lease_id, token = owner.grant((1, 2), 9)
+        slot, lease_id, token = owner.grant((1, 2), prompt)
         assert slots[slot].tolist() == [7, lease_id]
         assert lease_id not in seen
         seen.add(lease_id)
-        assert token == lease_token(b"k", lease_id=lease_id, slot=slot, block_ids=(1, 2), num_tokens=9)
+        assert token == lease_token(
+            b"k", lease_id=lease_id, slot=slot, block_ids=(1, 2), num_tokens=9, prompt_digest=digest_tokens(prompt)
+        )
         assert len(token) == 16
         owner.clear(slot)
         assert slots[slot].tolist() == [7, 0]
@@ -141,9 +146,12 @@ def test_the_slot_names_the_lease_as_long_as_the_blocks_are_kept() -> None:
 
 
 def test_a_token_proves_every_fact_of_the_grant() -> None:
-    facts: dict[str, Any] = {"lease_id": 1, "slot": 2, "block_ids": (3, 4), "num_tokens": 5}
+    facts: dict[str, Any] = {
+        "lease_id": 1, "slot": 2, "block_ids": (3, 4), "num_tokens": 5, "prompt_digest": b"p"
+    }  # fmt: skip
     changes: list[dict[str, Any]] = [
         {"lease_id": 9}, {"slot": 9}, {"block_ids": (4, 3)}, {"block_ids": (3, 4, 5)}, {"num_tokens": 9},
+        {"prompt_digest": b"q"},
     ]  # fmt: skip
     tokens = [lease_token(b"k", **(facts | change)) for change in ({}, *changes)]
     assert len({*tokens, lease_token(b"other", **facts)}) == len(changes) + 2
@@ -254,3 +262,43 @@ def test_prefills_under_way_have_their_slots_kept() -> None:
     assert lease is not None
     _, events = step(engine, 1, [FromPeer(Done(lease.token, "D"), 1)])
     assert [event.lease is not None for event in events if isinstance(event, Finished)] == [True]
+
+
+def test_no_prefill_for_a_peer_passes_one_that_waits_for_its_share() -> None:
+    """A large prompt at the limit of the leases gets its turn although small ones keep coming."""
+    engine = make_engine(
+        num_blocks=101, block_size=16, max_model_len=1024, max_leased_fraction=0.5, max_num_batched_tokens=4096
+    )
+    now = 0
+    done: list[str] = []
+    leases: list[tuple[int, bytes]] = []
+
+    def go(inbox: list[InboxItem]) -> None:
+        nonlocal now
+        now += 1_000_000
+        plan = engine.schedule(now, inbox)
+        events = engine.complete(plan.step_id, Outputs(np.ones(len(plan.batch), dtype=np.int32)), now)
+        for event in events:
+            if isinstance(event, Finished):
+                done.append(event.request_id)
+                assert event.lease is not None
+                leases.append((now + 3_000_000, event.lease.token))
+
+    go([NewRequest(request_id="s0", prompt=np.arange(16 * 10, dtype=np.int32), max_tokens=1, produce=True)])
+    big = NewRequest(request_id="big", prompt=np.arange(16 * 45, dtype=np.int32) + 7, max_tokens=1, produce=True)
+    for number in range(1, 40):
+        small = NewRequest(
+            request_id=f"s{number}", prompt=np.arange(160, dtype=np.int32) + 1000 * number, max_tokens=1, produce=True
+        )
+        ended = [FromPeer(Done(token, "d"), now) for at, token in leases if at <= now]
+        leases = [(at, token) for at, token in leases if at > now]
+        go([*([big] if number == 1 else []), small, *ended])
+    assert "big" in done
+    assert done.index("big") < 12
+
+
+def test_a_grant_for_another_prompt_has_another_token() -> None:
+    """What D proves to P is that it is about to decode behind the very tokens that P has computed."""
+    facts: dict[str, Any] = {"lease_id": 3, "slot": 1, "block_ids": (4, 5), "num_tokens": 20}
+    one, two = (digest_tokens(np.arange(start, start + 20, dtype=np.int32)) for start in (0, 1))
+    assert lease_token(b"secret", prompt_digest=one, **facts) != lease_token(b"secret", prompt_digest=two, **facts)

@@ -210,15 +210,17 @@ def test_forged_block_ids_are_refused(pair) -> None:
     flight = decode(consumer, "d", LONG[:100], forged, 4).wait()
     (failed,) = flight.of(LoadFailed)
     assert "token" in failed.cause  # type: ignore[attr-defined]
+    mixed_up = decode(consumer, "mixed up", LONG[100:200], prefill(producer, "q", LONG[:100]), 4).wait()
+    assert "this prompt" in mixed_up.of(LoadFailed)[0].cause  # type: ignore[attr-defined]
     honest = prefill(producer, "honest", LONG[:100])
     assert decode(consumer, "honest", LONG[:100], honest, 4, cache_salt="x").wait().of(LoadFinished)
     until(lambda: all_idle(producer, consumer))
 
 
 def test_heartbeats_go_on_through_a_queue_and_a_long_step(smollm2: str) -> None:
-    """D is full for longer than the lease; the queued request's KV is still there when its turn comes."""
+    """D is full for longer than P's lease (its own is longer); the queued request's KV is there when its turn comes."""
     producer = instance("prefill", smollm2, transport="shm", kv_lease_duration_s=6, **SMALL)
-    consumer = instance("decode", smollm2, transport="shm", kv_lease_duration_s=6, **{**SMALL, "max_num_seqs": 1})
+    consumer = instance("decode", smollm2, transport="shm", **{**SMALL, "max_num_seqs": 1})
     try:
         blocker = decode(consumer, "blocker", LONG[:32], None, 400).wait_for(Admitted)
         source = prefill(producer, "p", LONG[:100])

@@ -22,17 +22,21 @@ from pdkv.runtime.control import available_transport
 from pdkv.runtime.wire import HelloReply, NixlOffer, PeerMemory, Refused, decode_question, encode
 
 HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl"))
-TRANSPORTS = [
-    "shm",
-    pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="no NIXL wheel is installed")),
+needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="no NIXL wheel is installed")
+MOVERS = [
+    ("shm", "process"),
+    ("shm", "thread"),
+    pytest.param(("nixl", "process"), marks=needs_nixl),
+    pytest.param(("nixl", "thread"), marks=needs_nixl),
 ]
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module", params=MOVERS, ids="-".join)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Half, Half]]:
     """(producer, consumer), shared by the tests that break neither."""
-    producer = Half("producer", transport=request.param).start()
-    consumer = Half("consumer", transport=request.param).start()
+    transport, mover = request.param
+    producer = Half("producer", transport=transport, mover=mover).start()
+    consumer = Half("consumer", transport=transport, mover=mover).start()
     yield producer, consumer
     consumer.close()
     producer.close()
@@ -287,7 +291,7 @@ def test_different_facts_are_refused_with_both_values() -> None:
         producer.close()
 
 
-@pytest.mark.skipif(not HAS_NIXL, reason="no NIXL wheel is installed")
+@needs_nixl
 def test_different_transports_are_refused_with_both_names() -> None:
     producer = Half("producer", transport="nixl").start()
     consumer = Half("consumer", transport="shm").start()
@@ -350,10 +354,17 @@ def test_bad_answers_fail_the_read_in_time(monkeypatch: pytest.MonkeyPatch, repl
         fake.close()
 
 
-@pytest.mark.skipif(not HAS_NIXL, reason="no NIXL wheel is installed")
+@needs_nixl
 def test_agent_metadata_that_is_none_fails_the_read_only() -> None:
     facts = {**FACTS, "wire": "1", "transport": "nixl"}
-    offer = NixlOffer(agent="a", metadata=b"not a NIXL agent" * 9, pool_address=4096, slots_address=8192)
+    offer = NixlOffer(
+        agent="a",
+        metadata=b"not a NIXL agent" * 9,
+        pool_kind="DRAM",
+        pool_device=0,
+        pool_address=4096,
+        slots_address=8192,
+    )
     memory = PeerMemory(bytes_per_block=4096, num_blocks=64, num_slots=64, nixl=offer)
     fake = FakePeer(
         lambda q: encode(
@@ -400,6 +411,13 @@ def test_nixl_without_a_wheel_says_what_to_install(monkeypatch: pytest.MonkeyPat
     assert available_transport("auto") == "shm"
     with pytest.raises(ConfigError, match="pip install"):
         available_transport("nixl")
+    with pytest.raises(ConfigError, match="GPU pools are moved by NIXL.*pip install"):
+        available_transport("auto", "VRAM")
+
+
+def test_shared_memory_is_refused_for_gpu_pools() -> None:
+    with pytest.raises(ConfigError, match="CPU pools only; use --transport nixl"):
+        available_transport("shm", "VRAM")
 
 
 def test_auto_falls_back_when_nixl_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def door() -> Iterator[Doorkeeper]:
 
 def grant(**changes: object) -> RemoteSource:
     """A true grant, then changed without making the token anew."""
-    token = lease_token(IDENTITY.secret, lease_id=5, slot=2, block_ids=(3, 9), num_tokens=30)
+    token = lease_token(IDENTITY.secret, lease_id=5, slot=2, block_ids=(3, 9), num_tokens=30, prompt_digest=b"")
     source = RemoteSource(
         peer=Peer("p", "h", 1),
         request_id="r",

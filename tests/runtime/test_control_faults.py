@@ -21,33 +21,47 @@ from tests.runtime.transfer_bench import Half
 
 from pdkv.core.ports import MoverRestarted, Peer, ReadEnded
 from pdkv.runtime.doorkeeper import Doorkeeper
+from pdkv.runtime.mover_host import MoverKind
 
 pytestmark = pytest.mark.slow
 
 HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl"))
 needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="no NIXL wheel is installed")
 TRANSPORTS = ["shm", pytest.param("nixl", marks=needs_nixl)]
+MOVERS = [  # of the consumer: the one that writes, so the one that fences; the producer's is a process to be killed
+    ("shm", "process"),
+    ("shm", "thread"),
+    pytest.param(("nixl", "process"), marks=needs_nixl),
+    pytest.param(("nixl", "thread"), marks=needs_nixl),
+]
 BLOCK_BYTES = 1 << 20
 BLOCKS = 96
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=MOVERS, ids="-".join)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Half, Half]]:
-    yield from _pair(request.param)
+    yield from _pair(*request.param)
 
 
-@pytest.fixture
-def tcp_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Half, Half]]:
+@pytest.fixture(params=TRANSPORTS)
+def process_pair(request: pytest.FixtureRequest) -> Iterator[tuple[Half, Half]]:
+    """Both movers can be stopped and killed."""
+    yield from _pair(request.param, "process")
+
+
+@pytest.fixture(params=["process", "thread"])
+def tcp_pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Half, Half]]:
     """NIXL over TCP, where a read needs the producer's mover all the time (between hosts it is the same)."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    yield from _pair("nixl")
+    yield from _pair("nixl", request.param)
 
 
-def _pair(transport: str) -> Iterator[tuple[Half, Half]]:
-    producer = Half("producer", transport=transport, num_blocks=BLOCKS, bytes_per_block=BLOCK_BYTES).start()
-    consumer = Half("consumer", transport=transport, num_blocks=BLOCKS, bytes_per_block=BLOCK_BYTES).start()
+def _pair(transport: str, mover: MoverKind) -> Iterator[tuple[Half, Half]]:
+    sizes = {"num_blocks": BLOCKS, "bytes_per_block": BLOCK_BYTES}
+    producer = Half("producer", transport=transport, **sizes).start()
+    consumer = Half("consumer", transport=transport, mover=mover, **sizes).start()
     producer.blocks[:] = np.arange(1, BLOCKS + 1, dtype=np.uint8)[:, None]
     yield producer, consumer
     consumer.close()
@@ -164,8 +178,8 @@ def test_a_cancelled_read_writes_nothing_after_its_report(pair: tuple[Half, Half
     assert _read_all(producer, consumer).error is None
 
 
-def test_our_own_mover_is_killed_during_a_read(pair: tuple[Half, Half]) -> None:
-    producer, consumer = pair
+def test_our_own_mover_is_killed_during_a_read(process_pair: tuple[Half, Half]) -> None:
+    producer, consumer = process_pair
     handle = _begin_big_read(producer, consumer)
     os.kill(consumer.control.mover_pid, signal.SIGKILL)
     item = consumer.inbox.get(timeout=30)
@@ -182,17 +196,34 @@ def test_reads_that_were_not_handed_over_survive_a_restart(pair: tuple[Half, Hal
     producer, consumer = pair
     source = producer.grant((3,))
     consumer.read(source, (0,))
-    before = consumer.control.mover_pid
+    before = consumer.control._mover.life
     consumer.submit(restart_mover=True)
     handle = consumer.post(source, (5,))
     assert consumer.wait(MoverRestarted) == MoverRestarted(handles=())
     ended = consumer.wait(ReadEnded)
     assert (ended.handle, ended.error) == (handle, None)
-    assert consumer.control.mover_pid != before
+    assert consumer.control._mover.life == before + 1
 
 
-def test_a_stopped_mover_of_ours_is_replaced(pair: tuple[Half, Half]) -> None:
+def test_a_restart_during_a_read_is_a_fence(pair: tuple[Half, Half]) -> None:
     producer, consumer = pair
+    handle = _begin_big_read(producer, consumer)
+    consumer.submit(restart_mover=True)
+    item = consumer.inbox.get(timeout=30)
+    if isinstance(item, ReadEnded):  # it was quicker
+        assert item.handle == handle
+        item = consumer.wait(MoverRestarted)
+    else:
+        assert item == MoverRestarted(handles=(handle,))
+    consumer.blocks[:] = 0
+    time.sleep(0.3)
+    assert not consumer.blocks.any()
+    assert _read_all(producer, consumer).error is None
+    assert not consumer.failures
+
+
+def test_a_stopped_mover_of_ours_is_replaced(process_pair: tuple[Half, Half]) -> None:
+    producer, consumer = process_pair
     source = producer.grant(tuple(range(BLOCKS)))
     consumer.read(source, (0,), remote=(0,))
     os.kill(consumer.control.mover_pid, signal.SIGSTOP)
@@ -255,10 +286,13 @@ def _gone(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_mover_dies_with_a_killed_instance_and_reads_from_it_end(transport: str) -> None:
+@pytest.mark.parametrize("movers", MOVERS, ids="-".join)
+def test_the_mover_dies_with_a_killed_instance_and_reads_from_it_end(movers: tuple[str, MoverKind]) -> None:
+    transport, mover = movers
     process, (port, mover_pid, nonce, token) = _producer_process(transport)
-    consumer = Half("consumer", transport=transport, num_blocks=BLOCKS, bytes_per_block=BLOCK_BYTES).start()
+    consumer = Half(
+        "consumer", transport=transport, mover=mover, num_blocks=BLOCKS, bytes_per_block=BLOCK_BYTES
+    ).start()
     try:
         source = msgspec.structs.replace(
             consumer.grant(tuple(range(BLOCKS))),
@@ -289,8 +323,8 @@ def test_no_mover_is_left_when_an_instance_ends(end: str) -> None:
     _wait_for(lambda: _gone(int(mover_pid)))
 
 
-def test_the_mover_needs_neither_torch_nor_transformers(pair: tuple[Half, Half]) -> None:
-    producer, consumer = pair
+def test_the_mover_process_needs_neither_torch_nor_transformers(process_pair: tuple[Half, Half]) -> None:
+    producer, consumer = process_pair
     assert _read_all(producer, consumer).error is None
     maps = Path(f"/proc/{consumer.control.mover_pid}/maps").read_text()
     assert "libtorch" not in maps

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from pdkv.errors import ConfigError
 from pdkv.runtime.kernels import build, native
 from pdkv.runtime.kernels.linear import PackedLinear, pack_linears
+from pdkv.runtime.kernels.norm import replace_norms
 
 kernels = native.load()
 needs_kernels = pytest.mark.skipif(kernels is None, reason="no C compiler here")
@@ -169,10 +172,86 @@ def test_what_decode_attention_does_not_serve() -> None:
 
 
 @needs_kernels
-def test_the_kernels_use_the_openmp_runtime_of_torch() -> None:
-    """Two runtimes would mean two pools of threads on the same cores."""
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
-    assert len(mapped) == 1
+@pytest.mark.parametrize("dim", [1, 7, 64, 576, 1000])
+@pytest.mark.parametrize("rows", [1, 3, 64, 200])
+def test_rms_norm(rows: int, dim: int) -> None:
+    assert kernels is not None
+    x, weight = torch.randn(rows, dim) * 3, torch.randn(dim)
+    expected = F.rms_norm(x, (dim,), weight, 1e-5)
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), expected, rtol=1e-5, atol=1e-5)
+
+
+class GoodRMSNorm(torch.nn.Module):
+    def __init__(self, offset: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(48))
+        self.offset, self.variance_epsilon = offset, 1e-5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (48,), self.offset + self.weight, self.variance_epsilon)
+
+
+@needs_kernels
+def test_only_norms_with_the_same_result_are_replaced() -> None:
+    assert kernels is not None
+    model = torch.nn.ModuleDict({"plain": GoodRMSNorm(0.0), "gemma": GoodRMSNorm(1.0), "layer": torch.nn.LayerNorm(48)})
+    x = torch.randn(2, 3, 48)
+    with torch.inference_mode():
+        expected = model["plain"](x)
+        assert replace_norms(model, kernels) == 1
+        torch.testing.assert_close(model["plain"](x), expected, rtol=1e-5, atol=1e-5)
+    assert isinstance(model["gemma"], GoodRMSNorm)
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_write_kv_puts_every_token_into_its_slot(tokens: int) -> None:
+    assert kernels is not None
+    pool = torch.zeros(5, 2, 2, 4, 3, 32)
+    layer = pool[:, 1]
+    slots = torch.randperm(20)[:tokens]
+    blocks, offsets = slots // 4, slots % 4
+    key, value = torch.randn(tokens, 3, 32).transpose(0, 1), torch.randn(3, tokens, 32)
+    kernels.write_kv(key, value, layer, blocks, offsets)
+    expected = torch.zeros_like(pool)
+    expected[:, 1, 0].index_put_((blocks, offsets), key.transpose(0, 1))
+    expected[:, 1, 1].index_put_((blocks, offsets), value.transpose(0, 1))
+    assert torch.equal(pool, expected)
+
+
+@needs_kernels
+def test_two_threads_may_use_the_kernels_at_once() -> None:
+    """One of them gets the workers, the other works alone; both are right."""
+    assert kernels is not None
+    layer = torch.nn.Linear(128, 256)
+    packed = PackedLinear(layer, kernels, torch.float32)
+    x = torch.randn(16, 128)
+    with torch.inference_mode():
+        expected = layer(x)
+
+    def work() -> float:
+        with torch.inference_mode():
+            return max(float((packed(x) - expected).abs().max()) for _ in range(300))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            assert max(threads.map(lambda _: work(), range(3))) < 1e-4
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernels
+def test_the_kernels_work_in_a_forked_child() -> None:
+    """Worker threads do not survive a fork; new ones are started."""
+    assert kernels is not None
+    x, weight = torch.randn(64, 256), kernels.pack(torch.randn(512, 256), torch.float32)
+    expected = kernels.linear(x, weight, None, 512)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(kernels.linear(x, weight, None, 512), expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @needs_kernels

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pdkv.errors import ConfigError
-from pdkv.runtime.kv_pool import KvPool
+from pdkv.runtime.device_memory import DeviceMemory
+from pdkv.runtime.kv_pool import KvPool, SharedMemory
 
 _CHILD = """
 import sys
@@ -26,7 +27,7 @@ floats[:] = -floats
 
 def test_a_block_is_one_contiguous_piece_that_another_process_shares() -> None:
     pool = KvPool.create(6, num_layers=3, block_size=4, kv_heads=2, head_dim=8, dtype=torch.float32)
-    assert pool.memory is not None
+    assert isinstance(pool.memory, SharedMemory)
     assert pool.tensor.shape == (6, 3, 2, 4, 2, 8)
     assert pool.bytes_per_block == 3 * 2 * 4 * 2 * 8 * 4
     assert pool.memory.nbytes == 6 * pool.bytes_per_block
@@ -46,7 +47,7 @@ def test_a_block_is_one_contiguous_piece_that_another_process_shares() -> None:
 
 def test_bfloat16_pool_is_a_view_of_the_memory() -> None:
     pool = KvPool.create(2, 1, 2, 1, 4, torch.bfloat16)
-    assert pool.memory is not None
+    assert isinstance(pool.memory, SharedMemory)
     pool.tensor[1] = 1.0
     raw = pool.memory.array(np.uint16, (2, pool.bytes_per_block // 2))
     assert set(raw[1].tolist()) == {0x3F80}
@@ -55,7 +56,6 @@ def test_bfloat16_pool_is_a_view_of_the_memory() -> None:
 
 def test_a_large_pool_costs_nothing_until_it_is_used() -> None:
     pool = KvPool.create(100_000, 30, 16, 3, 64, torch.float32)
-    assert pool.memory is not None
     assert pool.memory.nbytes == 100_000 * 737_280
     pool.tensor[99_999, 29, 1, 15, 2, 63] = 7.0
     assert pool.tensor[99_999].sum() == 7.0
@@ -70,6 +70,10 @@ def test_impossible_pools_are_refused() -> None:
 @pytest.mark.gpu
 def test_on_cuda_the_pool_is_an_ordinary_tensor() -> None:
     pool = KvPool.create(4, 2, 16, 2, 8, torch.bfloat16, "cuda")
-    assert pool.memory is None
     assert pool.tensor.is_cuda
     assert pool.tensor.is_contiguous()
+    assert isinstance(pool.memory, DeviceMemory)
+    assert (pool.memory.kind, pool.memory.device) == ("VRAM", pool.tensor.get_device())
+    assert pool.memory.address == pool.tensor.data_ptr()
+    assert pool.memory.nbytes == 4 * pool.bytes_per_block
+    pool.close()

@@ -1,4 +1,4 @@
-"""A mover process by itself, driven over its socket."""
+"""A mover by itself, a process or a thread, driven over its socket."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from pdkv.runtime.mover_channel import MoverChannel
 from pdkv.runtime.mover_process import MoverProcess
+from pdkv.runtime.mover_thread import MoverThread
 from pdkv.runtime.shared_memory import SharedMemory
+from pdkv.runtime.transports.base import LocalMemory
 from pdkv.runtime.transports.shm import shm_offer
 from pdkv.runtime.wire import (
     Broken,
@@ -36,10 +39,14 @@ HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu
 class Driven:
     """A mover on a pool of 8 blocks of 64 bytes; its peer is itself."""
 
-    def __init__(self, transport: str = "shm") -> None:
+    def __init__(self, transport: str = "shm", kind: str = "process") -> None:
         self.pool, self.slots = SharedMemory(8 * 64), SharedMemory(4 * 16)
         self.blocks = self.pool.array(np.uint8, (8, 64))
-        self.process = MoverProcess(
+        self.process = self._start(transport) if kind == "process" else self._start_thread(transport)
+        self.queue: list[FromMover] = []
+
+    def _start(self, transport: str) -> MoverChannel:
+        return MoverProcess(
             Start(
                 transport=transport,
                 agent="a",
@@ -50,7 +57,10 @@ class Driven:
                 num_slots=4,
             )
         )
-        self.queue: list[FromMover] = []
+
+    def _start_thread(self, transport: str) -> MoverChannel:
+        local = LocalMemory(pool=self.pool, slots=self.slots, bytes_per_block=64, num_blocks=8, num_slots=4)
+        return MoverThread(transport, "a", local)
 
     def memory(self, **changes: object) -> PeerMemory:
         fields = {"bytes_per_block": 64, "num_blocks": 8, "num_slots": 4, **changes}
@@ -75,9 +85,9 @@ class Driven:
         self.process.send(Post(handle=handle, peer=peer, remote_blocks=ids(remote), local_blocks=ids(local), slot=slot))
 
 
-@pytest.fixture
-def mover() -> Iterator[Driven]:
-    driven = Driven()
+@pytest.fixture(params=["process", "thread"])
+def mover(request: pytest.FixtureRequest) -> Iterator[Driven]:
+    driven = Driven(kind=request.param)
     assert driven.next() == Ready(offer=None)
     yield driven
     driven.process.kill()
@@ -137,7 +147,8 @@ def test_unknown_cancels_and_serving_do_no_harm(mover: Driven) -> None:
     assert isinstance(mover.next(), Ended)
 
 
-def test_a_stopped_mover_does_not_block_the_sender(mover: Driven) -> None:
+def test_a_stopped_mover_does_not_block_the_sender() -> None:
+    mover = Driven()
     os.kill(mover.process.pid, 19)
     for handle in range(2000):
         mover.post(handle, [0] * 200, [1] * 200, peer="nobody")
@@ -145,17 +156,18 @@ def test_a_stopped_mover_does_not_block_the_sender(mover: Driven) -> None:
     mover.process.kill()
 
 
-def test_a_transport_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["process", "thread"])
+def test_a_transport_that_cannot_start_says_why(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_NIXL:
         pytest.skip("no NIXL wheel is installed")
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("UCX_NET_DEVICES", "no-such-device")
-    driven = Driven("nixl")
+    driven = Driven("nixl", kind)
     message = driven.next()
     assert isinstance(message, Broken)
     assert "UCX" in message.reason
     assert driven.next() is None
-    assert driven.process.reap() == 1
+    assert driven.process.reap() == ("exit code 1" if kind == "process" else message.reason)
 
 
 def test_it_refuses_to_live_under_another_parent() -> None:

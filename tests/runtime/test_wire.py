@@ -38,7 +38,14 @@ MEMORY = PeerMemory(
     bytes_per_block=64,
     num_blocks=4,
     num_slots=2,
-    nixl=NixlOffer(agent="a", metadata=b"\0\xff", pool_address=2**47, slots_address=2**47 + 1),
+    nixl=NixlOffer(
+        agent="a",
+        metadata=b"\0\xff",
+        pool_kind="VRAM",
+        pool_device=3,
+        pool_address=2**47,
+        slots_address=2**47 + 1,
+    ),
 )
 QUESTIONS = [
     Hello(seq=1, engine_id="d", target="p", facts={"dtype": "float32"}),

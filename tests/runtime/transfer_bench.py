@@ -6,12 +6,15 @@ import queue
 import secrets
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from pdkv.core.ports import Batch, FromPeer, Keepalive, MoverRestarted, Peer, Plan, PostRead, ReadEnded, RemoteSource
 from pdkv.core.transfer.lease import lease_token
-from pdkv.runtime.control import Control, Identity, TransferMemory
+from pdkv.runtime.control import Control, FenceLost, Identity, TransferMemory
+from pdkv.runtime.device_memory import DeviceMemory
+from pdkv.runtime.mover_host import MoverKind
 from pdkv.runtime.shared_memory import SharedMemory
 
 LEASE_NS = 30 * 10**9
@@ -25,14 +28,28 @@ def empty_plan(step_id: int = 0, **fields: object) -> Plan:
     return Plan(step_id=step_id, batch=batch, **fields)  # type: ignore[arg-type]
 
 
+def _pool(device: str, num_blocks: int, bytes_per_block: int) -> tuple[SharedMemory | DeviceMemory, Any]:
+    if device == "cpu":
+        pool = SharedMemory(num_blocks * bytes_per_block)
+        return pool, pool.array(np.uint8, (num_blocks, bytes_per_block))
+    import torch
+
+    tensor = torch.zeros((num_blocks, bytes_per_block), dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    return DeviceMemory(tensor), tensor
+
+
 class Half:
-    """One instance without an engine: a pool whose blocks are filled with (seed, block, position), and a Control."""
+    """One instance without an engine: a pool of numbered ``blocks`` of bytes (a NumPy view; on CUDA a tensor), and a
+    Control."""
 
     def __init__(
         self,
         name: str,
         *,
         transport: str,
+        mover: MoverKind | None = None,
+        device: str = "cpu",
         num_blocks: int = 64,
         bytes_per_block: int = 4096,
         facts: dict[str, str] | None = None,
@@ -40,21 +57,23 @@ class Half:
         port: int = 0,
         engine_age_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.pool = SharedMemory(num_blocks * bytes_per_block)
+        self.pool, self.blocks = _pool(device, num_blocks, bytes_per_block)
         self.slots = SharedMemory(64 * 16)
-        self.blocks = self.pool.array(np.uint8, (num_blocks, bytes_per_block))
         self.slot_words = self.slots.array(np.uint64, (64, 2))
         self.identity = Identity(name, secrets.randbits(63), secrets.token_bytes(32), dict(facts or FACTS))
         self.inbox: queue.Queue[object] = queue.Queue()
+        self.failures: list[FenceLost] = []
         self.handles = 0
         self.control = Control(
             self.identity,
             TransferMemory(self.pool, bytes_per_block, num_blocks, self.slots, 64),
             port=port,
             transport=transport,
+            mover=mover,
             lease_ns=lease_ns,
             deliver=self.inbox.put,
             last_step_ns=lambda: time.monotonic_ns() - int(engine_age_s() * 1e9),
+            on_failure=self.failures.append,
         )
 
     def start(self) -> Half:
@@ -80,7 +99,14 @@ class Half:
         """What the engine does: write the slot, make the token."""
         self.slot_words[slot] = (self.identity.nonce, lease_id)
         tokens = 16 * len(blocks)
-        token = lease_token(self.identity.secret, lease_id=lease_id, slot=slot, block_ids=blocks, num_tokens=tokens)
+        token = lease_token(
+            self.identity.secret,
+            lease_id=lease_id,
+            slot=slot,
+            block_ids=blocks,
+            num_tokens=tokens,
+            prompt_digest=b"",
+        )
         return RemoteSource(
             peer=self.peer,
             request_id="r",

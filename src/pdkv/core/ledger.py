@@ -41,7 +41,7 @@ class Ledger:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._holds = np.zeros((len(Account), num_blocks), dtype=np.uint16)
+        self._holds = np.zeros((len(Account), num_blocks), dtype=np.uint32)
         self._hashed = np.zeros(num_blocks, dtype=np.bool_)
         self._account: npt.NDArray[np.uint8] = np.zeros(num_blocks, dtype=np.uint8)
         self._account[0] = Account.NULL

@@ -42,7 +42,8 @@ class RemoteSource(msgspec.Struct, frozen=True, kw_only=True):
 
     ``block_ids`` are the producer's block ids in prompt order, exactly ``ceil(num_tokens / block_size)`` of them.
     ``nonce`` and ``lease_id`` are the two words the lease slot ``slot`` holds for as long as the blocks are kept;
-    ``token`` (16 bytes) proves to the producer that the sender was given this very grant.
+    ``token`` (16 bytes) proves to the producer that the sender was given this very grant; ``prompt_digest`` is filled
+    in by the consumer from its own prompt (`transfer.lease.digest_tokens`) and proved by the same token.
     """
 
     peer: Peer
@@ -54,6 +55,7 @@ class RemoteSource(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: int
     token: bytes
     cached_tokens: int = 0
+    prompt_digest: bytes = b""
 
 
 # --------------------------------------------------------------------------------------------------------- inbox

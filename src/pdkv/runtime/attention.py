@@ -73,7 +73,6 @@ class NativeDecodes:
     int32[n]: ``rows`` index ``tables``, ``tokens`` the flat batch; ``lengths`` are contexts with this step's token.
     """
 
-    kernels: Native
     tables: torch.Tensor
     rows: torch.Tensor
     tokens: torch.Tensor
@@ -86,8 +85,8 @@ class Step:
 
     ``pool`` is the KV tensor (`KvPool.tensor`); ``None`` runs without a cache: each prefill row attends to itself
     (profile runs). ``slot_blocks``/``slot_offsets`` int64[T] say where each token's K/V go. Decode rows are in
-    ``native`` when the kernel serves them, else in ``decodes``. ``seen`` collects the layers that attended, with their
-    (kv_heads, head_dim): how the loader checks a model.
+    ``native`` when there are ``kernels`` for them, else in ``decodes``. ``seen`` collects the layers that attended,
+    with their (kv_heads, head_dim): how the loader checks a model.
     """
 
     position_ids: torch.Tensor
@@ -96,6 +95,7 @@ class Step:
     slot_offsets: torch.Tensor | None
     prefills: tuple[PrefillRow, ...]
     decodes: tuple[DecodeGroup, ...]
+    kernels: Native | None = None
     native: NativeDecodes | None = None
     seen: dict[int, tuple[int, int]] | None = None
 
@@ -142,7 +142,7 @@ def build_step(batch: Batch, pool: KvPool, kernels: Native | None = None) -> Ste
     )
     native, decodes = None, ()
     if kernels is not None and len(singles):
-        native = _native_decodes(kernels, batch, singles, starts, contexts)
+        native = _native_decodes(batch, singles, starts, contexts)
     elif len(singles):
         row_bytes = block_size * pool.kv_heads * pool.head_dim * pool.tensor.element_size()
         decodes = tuple(
@@ -156,12 +156,12 @@ def build_step(batch: Batch, pool: KvPool, kernels: Native | None = None) -> Ste
         slot_offsets=torch.from_numpy(positions % block_size).to(device),
         prefills=prefills,
         decodes=decodes,
+        kernels=kernels,
         native=native,
     )
 
 
 def _native_decodes(
-    kernels: Native,
     batch: Batch,
     rows: np.ndarray[tuple[int], np.dtype[np.int64]],
     starts: np.ndarray[tuple[int], np.dtype[np.int64]],
@@ -169,7 +169,7 @@ def _native_decodes(
 ) -> NativeDecodes:
     tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
     arrays = (tables, rows.astype(np.int32), starts[rows].astype(np.int32), contexts[rows].astype(np.int32))
-    return NativeDecodes(kernels, *(torch.from_numpy(array) for array in arrays))
+    return NativeDecodes(*(torch.from_numpy(array) for array in arrays))
 
 
 def _prefill_row(start: int, stop: int, context: int, table: torch.Tensor, block_size: int) -> PrefillRow:
@@ -266,6 +266,16 @@ def _prefill_attention(
     )
 
 
+def _write_kv(step: Step, layer: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    assert step.slot_blocks is not None and step.slot_offsets is not None
+    if step.kernels is not None and layer.dtype == torch.float32:
+        step.kernels.write_kv(key[0], value[0], layer, step.slot_blocks, step.slot_offsets)
+        return
+    where = (step.slot_blocks, step.slot_offsets)
+    layer[:, 0].index_put_(where, key[0].transpose(0, 1).to(layer.dtype))
+    layer[:, 1].index_put_(where, value[0].transpose(0, 1).to(layer.dtype))
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -301,9 +311,7 @@ def paged_attention(
     layer = None
     if step.pool is not None:
         layer = step.pool[:, layer_index]
-        where = (step.slot_blocks, step.slot_offsets)
-        layer[:, 0].index_put_(where, key[0].transpose(0, 1).to(layer.dtype))
-        layer[:, 1].index_put_(where, value[0].transpose(0, 1).to(layer.dtype))
+        _write_kv(step, layer, key, value)
 
     out = torch.empty_like(query[0].transpose(0, 1), memory_format=torch.contiguous_format)
     for row in step.prefills:
@@ -311,9 +319,9 @@ def paged_attention(
         chunk = _prefill_attention(query[:, :, tokens], key[:, :, tokens], value[:, :, tokens], layer, row, scale)
         out[tokens] = chunk[0].transpose(0, 1)
     if step.native is not None:
-        assert layer is not None
+        assert layer is not None and step.kernels is not None
         n = step.native
-        n.kernels.decode_attention(
+        step.kernels.decode_attention(
             query[0].transpose(0, 1), out, layer, n.tables, n.rows, n.tokens, n.lengths, float(scale)
         )
     for group in step.decodes:

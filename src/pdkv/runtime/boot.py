@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pdkv import __version__
@@ -19,7 +20,7 @@ from pdkv.layout.capacity import Capacity, size_pool
 from pdkv.layout.dtypes import resolve_kv_dtype
 from pdkv.layout.groups import RankLayout, group_layers
 from pdkv.models.spec import LayerKind, LayerSpec
-from pdkv.runtime.control import Control, TransferMemory
+from pdkv.runtime.control import Control, FenceLost, TransferMemory, available_transport
 from pdkv.runtime.doorkeeper import Identity as PeerIdentity
 from pdkv.runtime.executor import Executor
 from pdkv.runtime.instance import Instance, InstanceInfo, new_boot_secret, new_engine_id
@@ -27,6 +28,7 @@ from pdkv.runtime.kv_pool import KvPool, SharedMemory
 from pdkv.runtime.models.files import resolve_model
 from pdkv.runtime.models.loader import LoadedModel, load_model
 from pdkv.runtime.profiler import MemoryBaseline, MemoryProfile, ProfileLimits, determine_available_memory
+from pdkv.runtime.transports.base import SLOT_BYTES
 from pdkv.units import format_bytes, seconds_to_ns
 
 
@@ -43,6 +45,8 @@ class InstanceSettings(Protocol):
     def device(self) -> str: ...
     @property
     def dtype(self) -> str: ...
+    @property
+    def weight_storage(self) -> str: ...
     @property
     def max_model_len(self) -> int | Literal["auto"] | None: ...
     @property
@@ -76,6 +80,8 @@ class InstanceSettings(Protocol):
     @property
     def max_leased_fraction(self) -> float: ...
     @property
+    def side_channel_host(self) -> str | None: ...
+    @property
     def side_channel_port(self) -> int: ...
     @property
     def threads(self) -> int | None: ...
@@ -100,16 +106,25 @@ def start_instance(
     """
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     device = choose_device(settings.device)
+    # Now, not after minutes of loading:
+    available_transport(settings.transport, "VRAM" if device.startswith("cuda") else "DRAM")
     baseline = MemoryBaseline.take(device)
     files = resolve_model(settings.model)
     say(f"loading {settings.model}")
-    model = load_model(files, device, settings.dtype)
+    model = load_model(files, device, settings.dtype, settings.weight_storage)
     say(f"loaded {model.name}: {format_bytes(model.weights_bytes)} of weights in {model.dtype} on {model.device}")
     layout = model_layout(model, settings.block_size)
     profile, capacity = plan_memory(settings, model, baseline, layout)
     for line in (*profile.lines(), *capacity_lines(capacity, settings.block_size)):
         say(line)
-    return _assemble(settings, model, profile, capacity, on_events)
+    info, config = instance_info(settings, model, profile, capacity), engine_config(settings, capacity)
+    memory = allocate(model, capacity, settings.block_size)
+    try:
+        return _assemble(settings, model, memory, info, config, on_events)
+    except BaseException as error:
+        if not isinstance(error, FenceLost):
+            memory.close()
+        raise
 
 
 def choose_device(device: str) -> str:
@@ -181,80 +196,103 @@ def transfer_policy(settings: InstanceSettings) -> TransferPolicy:
     return dataclasses.replace(preset, load_failure=settings.kv_load_failure_policy)
 
 
-def _assemble(
-    settings: InstanceSettings,
-    model: LoadedModel,
-    profile: MemoryProfile,
-    capacity: Capacity,
-    on_events: Callable[[tuple[Event, ...]], None] | None,
-) -> Instance:
+class InstanceMemory:
+    """What one instance holds for KV: the paged pool, and the lease slots that peers read (host memory always)."""
+
+    def __init__(self, pool: KvPool) -> None:
+        """Takes the pool over, with at least one slot a block."""
+        self.pool = pool
+        self.num_slots = max(1024, pool.num_blocks)
+        self.slots = SharedMemory(self.num_slots * SLOT_BYTES)
+
+    @property
+    def slot_array(self) -> npt.NDArray[np.uint64]:
+        """The slots, uint64[num_slots, 2], as the engine writes them."""
+        return self.slots.array(np.dtype("<u8"), (self.num_slots, 2)).view(np.uint64)
+
+    @property
+    def transfer(self) -> TransferMemory:
+        """The same memory as the mover and the peers see it."""
+        pool = self.pool
+        return TransferMemory(pool.memory, pool.bytes_per_block, pool.num_blocks, self.slots, self.num_slots)
+
+    def close(self) -> None:
+        """Give it back; nothing may transfer any more."""
+        self.pool.close()
+        self.slots.close()
+
+
+def allocate(model: LoadedModel, capacity: Capacity, block_size: int) -> InstanceMemory:
+    """The memory that was planned, on the model's device. Raises `DoesNotFit` when it is not there after all."""
     pool = KvPool.create(
         capacity.num_blocks,
         model.num_layers,
-        settings.block_size,
+        block_size,
         model.kv_heads,
         model.head_dim,
         model.dtype,
         str(model.device),
     )
     assert pool.bytes_per_block == capacity.bytes_per_block, "layout and pool disagree about a block's bytes"
-    num_slots = max(1024, capacity.num_blocks)
-    slots = SharedMemory(num_slots * 16)
-    slot_array = slots.array(np.dtype("<u8"), (num_slots, 2)).view(np.uint64)
-    engine_id = new_engine_id(settings.role)
+    return InstanceMemory(pool)
+
+
+def _assemble(
+    settings: InstanceSettings,
+    model: LoadedModel,
+    memory: InstanceMemory,
+    info: InstanceInfo,
+    config: EngineConfig,
+    on_events: Callable[[tuple[Event, ...]], None] | None,
+) -> Instance:
+    """Engine, control thread and instance on ``memory``, running. It is given back by `Instance.close`."""
     nonce, secret = new_boot_secret()
-    engine = Engine(
-        engine_config(settings, capacity), Identity(engine_id=engine_id, nonce=nonce, secret=secret), slot_array
-    )
-    if pool.memory is None:
-        raise ConfigError("KV in GPU memory cannot be moved between instances by this version: start with --device cpu")
-    parts: list[Instance] = []  # the control thread is made before the instance that it delivers to
+    engine = Engine(config, Identity(engine_id=info.engine_id, nonce=nonce, secret=secret), memory.slot_array)
+    made: list[Instance] = []  # the control thread is made before the instance that it delivers to
     control = Control(
-        PeerIdentity(engine_id, nonce, secret, peer_facts(model, settings.block_size)),
-        TransferMemory(pool.memory, pool.bytes_per_block, pool.num_blocks, slots, num_slots),
-        host=settings.host,
+        PeerIdentity(info.engine_id, nonce, secret, peer_facts(model, info.block_size)),
+        memory.transfer,
+        host=info.side_channel_host,
         port=settings.side_channel_port,
         transport=settings.transport,
-        lease_ns=engine.config.lease_ns,
-        deliver=lambda item: parts[0].deliver(item),
-        last_step_ns=lambda: parts[0].last_step_ns,
+        lease_ns=config.lease_ns,
+        deliver=lambda item: made[0].deliver(item),
+        last_step_ns=lambda: made[0].last_step_ns,
+        on_failure=lambda error: made[0].fail(error),
     )
+    instance = Instance(
+        engine,
+        Executor(model, memory.pool),
+        control,
+        info,
+        on_events=on_events,
+        debug=settings.debug,
+        on_close=memory.close,
+    )
+    made.append(instance)
+    control.start()
+    instance.info = dataclasses.replace(info, transport=control.transport, side_channel_port=control.port)
+    instance.start()
+    return instance
 
-    def give_back() -> None:
-        pool.close()
-        slots.close()
 
-    control_info = InstanceInfo(
+def instance_info(
+    settings: InstanceSettings, model: LoadedModel, profile: MemoryProfile, capacity: Capacity
+) -> InstanceInfo:
+    """The facts of a new instance; transport and port as asked for (`_assemble` puts in what they became)."""
+    return InstanceInfo(
         role=settings.role,
-        engine_id=engine_id,
+        engine_id=new_engine_id(settings.role),
         model_name=settings.served_model_name or model.name,
         num_blocks=capacity.num_blocks,
         bytes_per_block=capacity.bytes_per_block,
         block_size=settings.block_size,
         max_model_len=capacity.max_model_len,
-        transport=control.transport,
-        side_channel_host=settings.host,
+        transport=settings.transport,
+        side_channel_host=settings.side_channel_host or settings.host,
         side_channel_port=settings.side_channel_port,
         memory_profile=profile,
     )
-    instance = Instance(
-        engine,
-        Executor(model, pool),
-        control,
-        control_info,
-        on_events=on_events,
-        debug=settings.debug,
-        on_close=give_back,
-    )
-    parts.append(instance)
-    try:
-        control.start()
-    except BaseException:
-        give_back()
-        raise
-    instance.info = dataclasses.replace(control_info, transport=control.transport, side_channel_port=control.port)
-    instance.start()
-    return instance
 
 
 def engine_config(settings: InstanceSettings, capacity: Capacity) -> EngineConfig:

@@ -19,15 +19,26 @@ import zmq
 from pdkv.core.ports import Done, FromPeer, Heartbeat, InboxItem, Keepalive, Plan
 from pdkv.errors import ConfigError
 from pdkv.runtime.doorkeeper import Doorkeeper, Identity, TransferMemory
-from pdkv.runtime.mover_host import MoverHost
+from pdkv.runtime.mover_channel import FenceLost
+from pdkv.runtime.mover_host import MoverHost, MoverKind
 from pdkv.runtime.peer_link import endpoint
 from pdkv.runtime.reader import Reader
 from pdkv.runtime.transfer_stats import TransferStats
-from pdkv.runtime.wire import MAX_FRAME_BYTES, WIRE_VERSION, BadFrame, Claim, Hello, decode_question, encode
+from pdkv.runtime.transports.shm import CPU_ONLY
+from pdkv.runtime.wire import (
+    MAX_FRAME_BYTES,
+    WIRE_VERSION,
+    BadFrame,
+    Claim,
+    Hello,
+    MemoryKind,
+    decode_question,
+    encode,
+)
 
 log = logging.getLogger("pdkv.control")
 
-__all__ = ["Control", "Identity", "TransferMemory", "TransferStats", "available_transport"]
+__all__ = ["Control", "FenceLost", "Identity", "TransferMemory", "TransferStats", "available_transport"]
 
 _FRAMES_PER_TURN = 64  # one noisy socket must not keep the thread from the others
 _START_TIMEOUT_S = 120.0
@@ -36,14 +47,24 @@ _MAX_DEFERRED = 1024  # questions kept while the mover starts
 _POLL_LIMIT_S = 1.0
 
 
-def available_transport(wanted: str) -> str:
-    """``nixl`` or ``shm`` for ``auto``, ``nixl`` or ``shm``. Raises `ConfigError` for NIXL where it has no wheel."""
+def available_transport(wanted: str, kind: MemoryKind = "DRAM") -> str:
+    """``nixl`` or ``shm`` for ``auto``, ``nixl`` or ``shm``, between pools of this kind.
+
+    Raises `ConfigError` for NIXL where it has no wheel, and for shared memory between GPU pools.
+    """
     if wanted not in ("auto", "nixl", "shm"):
         raise ConfigError(f"transport {wanted!r} is not one of auto, nixl, shm")
     if wanted == "shm":
+        if kind != "DRAM":
+            raise ConfigError(CPU_ONLY)
         return "shm"
     if any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl")):
         return "nixl"
+    if kind != "DRAM":
+        raise ConfigError(
+            "GPU pools are moved by NIXL, but none is installed: pip install nixl-cu12 (or nixl-cu13), "
+            "or start with --device cpu"
+        )
     if wanted == "nixl":
         raise ConfigError(
             "transport nixl was asked for, but no NIXL is installed: pip install nixl-cu12 (or nixl-cu13), "
@@ -57,7 +78,11 @@ class Control:
 
     ``deliver`` is called on the control thread with every `FromPeer`, `ReadEnded` and `MoverRestarted`; it must only
     queue. ``last_step_ns`` says when the engine last stepped: one that stands still for 60 s stops renewing leases.
-    Both clocks are the instance's own (``now_ns``). ``port`` 0 picks a free one.
+    Both clocks are the instance's own (``now_ns``). ``port`` 0 picks a free one. ``mover`` None means a process for a
+    CPU pool and a thread for a GPU pool.
+
+    When a mover cannot be ended the thread stops for good: nothing is answered, renewed or reported any more, so the
+    memory in question stays with whoever holds it. ``on_failure`` is called with the `FenceLost`, once, on the thread.
     """
 
     def __init__(
@@ -68,23 +93,27 @@ class Control:
         host: str = "127.0.0.1",
         port: int = 0,
         transport: str = "auto",
+        mover: MoverKind | None = None,
         lease_ns: int,
         deliver: Callable[[InboxItem], None],
         last_step_ns: Callable[[], int],
+        on_failure: Callable[[FenceLost], None] = lambda error: None,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.transport = available_transport(transport)
+        self.transport = available_transport(transport, memory.pool.kind)
         self.host = host
         self.port = port
         self._identity = identity
         self._memory = memory
-        self._fallback = transport == "auto"
+        self._fallback = transport == "auto" and memory.pool.kind == "DRAM"
         self._lease_ns = lease_ns
         self._deliver_raw = deliver
         self._last_step_ns = last_step_ns
+        self._on_failure = on_failure
         self._now_ns = now_ns
         self._stats = TransferStats()
-        self._mover = MoverHost(memory, self._stats, now_ns)
+        self._mover = MoverHost(memory, self._stats, now_ns, mover)
+        self._fence_lost: FenceLost | None = None
         self._submitted: deque[Plan] = deque()
         self._keepalives: tuple[Keepalive, ...] = ()  # of the plan submitted last
         self._deferred: list[tuple[bytes, Hello | Claim]] = []
@@ -125,11 +154,14 @@ class Control:
 
     @property
     def mover_pid(self) -> int | None:
-        """Process id of the mover of now; None while there is none."""
+        """Process id of the mover of now; None while there is none, or when it is a thread."""
         return self._mover.pid
 
     def close(self) -> None:
-        """Stop: no read goes on, the mover is gone, all sockets are closed. Unfinished reads are not reported."""
+        """Stop: no read goes on, the mover is gone, all sockets are closed. Unfinished reads are not reported.
+
+        Raises `FenceLost` (each time) when a mover could not be ended: the memory must not be given back then.
+        """
         thread, self._thread = self._thread, None
         if thread is not None:
             self._closing = True
@@ -140,6 +172,8 @@ class Control:
         if self._wake_fd >= 0:
             os.close(self._wake_fd)
             self._wake_fd = -1
+        if self._fence_lost is not None:
+            raise self._fence_lost
 
     def _wake(self) -> None:
         if self._wake_fd >= 0:
@@ -151,19 +185,26 @@ class Control:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         try:
             try:
-                router = self._bind(context)
-                self.transport = self._mover.begin(
-                    self.transport, fallback=self._fallback, closing=lambda: self._closing
-                )
-                self._set_up(context, router)
-            except BaseException as error:
-                started.set_exception(error)
-                return
-            started.set_result(None)
-            self._loop(router)
+                self._serve(context, started)
+            finally:
+                self._mover.stop()
+        except FenceLost as error:
+            log.critical("this instance stops serving: %s", error)
+            self._fence_lost = error
+            self._on_failure(error)
         finally:
-            self._mover.stop()
             context.destroy(linger=200)
+
+    def _serve(self, context: zmq.Context[zmq.Socket[bytes]], started: Future[None]) -> None:
+        try:
+            router = self._bind(context)
+            self.transport = self._mover.begin(self.transport, fallback=self._fallback, closing=lambda: self._closing)
+            self._set_up(context, router)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        self._loop(router)
 
     def _bind(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
         router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
@@ -204,6 +245,8 @@ class Control:
         while not self._closing:
             try:
                 self._turn(router)
+            except FenceLost:
+                raise
             except Exception:
                 # A fault in one message must not end the heartbeats of all others.
                 log.exception("control thread: unexpected error, going on")

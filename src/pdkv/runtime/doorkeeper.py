@@ -10,6 +10,7 @@ import numpy as np
 
 from pdkv.core.ports import Done, Heartbeat, PeerMessage, RemoteSource
 from pdkv.core.transfer.lease import lease_token
+from pdkv.runtime.device_memory import DeviceMemory
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.wire import Answer, Claim, ClaimReply, Hello, HelloReply, PeerMemory, Question, Refused
 
@@ -30,7 +31,7 @@ class Identity:
 class TransferMemory:
     """What peers read and what READs fill: the pool, and the lease slots (little-endian uint64[num_slots, 2])."""
 
-    pool: SharedMemory
+    pool: SharedMemory | DeviceMemory
     bytes_per_block: int
     num_blocks: int
     slots: SharedMemory
@@ -147,9 +148,13 @@ class Doorkeeper:
             slot=source.slot,
             block_ids=source.block_ids,
             num_tokens=source.num_tokens,
+            prompt_digest=source.prompt_digest,
         )
         if not hmac.compare_digest(expected, source.token):
-            return "the token does not belong to these blocks (kv_transfer_params must be passed on unchanged)"
+            return (
+                "the token does not belong to these blocks and this prompt: kv_transfer_params must be passed on "
+                "unchanged, and both instances must turn the request into the same tokens (tokenizer, chat template)"
+            )
         slot = memory.slots.array(np.dtype("<u8"), (memory.num_slots, 2))[source.slot]
         if (int(slot[0]), int(slot[1])) != (source.nonce, source.lease_id):
             return f"lease {source.lease_id} has ended (expired, or already released)"

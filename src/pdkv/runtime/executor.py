@@ -76,6 +76,9 @@ class Executor:
 
         Every row's request must have been added. A request's outputs are remembered across preemption: the rows that
         recompute them do not sample.
+
+        When it returns, all K/V of the batch are in the pool, on a GPU too: the engine then frees, grants and refills
+        blocks, and the mover reads and writes them without a thought for CUDA's streams.
         """
         tokens = np.zeros(len(batch), np.int32)
         if len(batch) == 0:
@@ -83,12 +86,18 @@ class Executor:
         rows = np.flatnonzero(batch.samples)
         logits = self._forward(batch, rows)
         if len(rows) == 0:
+            self._finish()
             return StepResult(Outputs(tokens), {})
         ids = [batch.request_ids[i] for i in rows]
         with torch.inference_mode():
             sampled, logprobs = sample(logits, [self._states[i] for i in ids])
         tokens[rows] = sampled
         return StepResult(Outputs(tokens), {i: lp for i, lp in zip(ids, logprobs, strict=True) if lp is not None})
+
+    def _finish(self) -> None:
+        """Wait for the device. A step that samples has waited already: its tokens came to the host in stream order."""
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream(self.model.device).synchronize()
 
     @torch.inference_mode()
     def _forward(self, batch: Batch, rows: np.ndarray[tuple[int], np.dtype[np.intp]]) -> torch.Tensor:

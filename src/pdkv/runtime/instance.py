@@ -144,6 +144,7 @@ class Instance:
         if int(request.prompt.min()) < 0 or int(request.prompt.max()) >= vocab:
             raise BadRequest(f"the prompt holds a token id outside 0..{vocab - 1}, the vocabulary of this model")
         with self._wake:
+            self._require_alive()  # again: from now on `_end_all` finds it
             if request.request_id in self._served:
                 raise BadRequest(f"request id {request.request_id} is in use; give every request its own")
             self._served[request.request_id] = _Served(sampling, sink)
@@ -164,6 +165,12 @@ class Instance:
             self._inbox.append(item)
             self._wake.notify()
 
+    def fail(self, error: BaseException) -> None:
+        """Serve nobody any more: everyone gets an error, `failed` says why. Called by the control thread."""
+        with self._wake:
+            self.failed = self.failed or error
+            self._wake.notify()
+
     def memory(self) -> MemoryView:
         """The ledger and every owner of blocks, now."""
         with self._engine_lock:
@@ -179,14 +186,19 @@ class Instance:
         return Stats(running, waiting, loading, self.control.stats())
 
     def close(self) -> None:
-        """Stop both threads and the mover, end what is being served, give the memory back."""
+        """Stop both threads and the mover, end what is being served, give the memory back.
+
+        Raises `FenceLost`, and keeps the memory, when something may still write to it.
+        """
         with self._wake:
             self._closing = True
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join(_STOP_TIMEOUT_S)
-        self.control.close()
-        self._end_all("the instance was stopped")
+        try:
+            self.control.close()
+        finally:
+            self._end_all("the instance was stopped")
         self._on_close()
 
     # ------------------------------------------------------------------------------------------- the engine's thread
@@ -194,18 +206,19 @@ class Instance:
     def _run(self) -> None:
         try:
             idle, deadline_ns = True, None
-            while not self._closing:
+            while not self._closing and self.failed is None:
                 inbox = self._drain(idle, deadline_ns)
                 idle, deadline_ns = self._step(inbox)
         except BaseException as error:  # whatever it is, clients and /health must learn of it
             log.exception("the engine's thread failed")
-            self.failed = error
-            self._end_all(f"the engine failed: {error!r}; see this instance's log")
+            self.fail(error)
+        if self.failed is not None:
+            self._end_all(f"the engine failed: {self.failed!r}; see this instance's log")
 
     def _drain(self, idle: bool, deadline_ns: int | None) -> list[InboxItem]:
         """Everything that came in; an idle engine waits for something, for its next deadline, or for the next tick."""
         with self._wake:
-            if idle and not self._inbox and not self._closing:
+            if idle and not self._inbox and not self._closing and self.failed is None:
                 until_s = _TICK_S
                 if deadline_ns is not None:
                     until_s = min(until_s, max((deadline_ns - time.monotonic_ns()) / 1e9, 0.0))
@@ -250,7 +263,10 @@ class Instance:
         if not events:
             return
         if self._on_events is not None:
-            self._on_events(events)
+            try:
+                self._on_events(events)
+            except Exception:  # what counts events must not stop the tokens
+                log.exception("the listener to events failed")
         by_request: dict[str, list[Event]] = {}
         for event in events:
             by_request.setdefault(event.request_id, []).append(event)

@@ -1,4 +1,4 @@
-"""The paged KV tensor, on CPU in anonymous shared memory so that the mover (another process) can read and write it."""
+"""The paged KV tensor, in memory that the mover can reach: on CPU shared with its process, on CUDA in ours."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from pdkv.errors import ConfigError, DoesNotFit
+from pdkv.runtime.device_memory import DeviceMemory
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.units import format_bytes
 
@@ -17,10 +18,10 @@ class KvPool:
 
     Block-major: all layers of a block lie together, so a block is one transfer descriptor of ``bytes_per_block`` at
     ``block_id * bytes_per_block``. Block 0 is the null block; nothing reads what padding writes there.
-    ``memory`` is the shared memory under the tensor on CPU and ``None`` on CUDA.
+    ``memory`` is what lies under the tensor: memory that other processes can map on CPU, an address on CUDA.
     """
 
-    def __init__(self, tensor: torch.Tensor, memory: SharedMemory | None) -> None:
+    def __init__(self, tensor: torch.Tensor, memory: SharedMemory | DeviceMemory) -> None:
         """Wrap a zeroed contiguous tensor of the shape above; use `create`."""
         self.tensor = tensor
         self.memory = memory
@@ -53,15 +54,16 @@ class KvPool:
             flat = torch.from_numpy(memory.array(np.uint8, (nbytes,)))
             return cls(flat.view(dtype).view(shape), memory)
         try:
-            return cls(torch.zeros(shape, dtype=dtype, device=device), None)
+            tensor = torch.zeros(shape, dtype=dtype, device=device)
+            torch.cuda.synchronize(device)  # no transfer may come before the zeros
         except torch.cuda.OutOfMemoryError as error:
             raise DoesNotFit(
                 f"a KV pool of {num_blocks} blocks needs {format_bytes(nbytes)} on {device}, which is not free; "
                 f"lower --gpu-memory-utilization or --num-gpu-blocks-override"
             ) from error
+        return cls(tensor, DeviceMemory(tensor))
 
     def close(self) -> None:
         """Let the memory go (the tensor must not be used afterwards)."""
         self.tensor = torch.empty(0)
-        if self.memory is not None:
-            self.memory.close()
+        self.memory.close()

@@ -249,7 +249,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def make_transport(name: str, agent: str, memory: LocalMemory) -> Transport:
-    """The transport ``nixl`` (with an agent of that name) or ``shm``. Raises `TransportError` if it cannot work here."""
+    """The transport ``nixl`` (its agent gets that name) or ``shm``. Raises `TransportError` if it cannot work here."""
     if name == "nixl":
         from pdkv.runtime.transports.nixl import NixlTransport
 

@@ -1,4 +1,4 @@
-"""The control thread's end of a mover, whatever runs at the other: messages that never block, and an end for certain."""
+"""The control thread's end of a mover, whatever runs at the other: messages that never block, and a certain end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MoverChannel(abc.ABC):
 
     @abc.abstractmethod
     def reap(self) -> str:
-        """How a mover ended that has closed its end (it is ended if it is still there). Raises `FenceLost` as `kill`."""
+        """How a mover ended that has closed its socket (one that is still there is killed). Raises `FenceLost`."""
 
     @abc.abstractmethod
     def kill(self) -> None:

@@ -7,13 +7,18 @@ import select
 import time
 import uuid
 from collections.abc import Callable
+from typing import Literal
 
 from pdkv.errors import ConfigError
 from pdkv.runtime.doorkeeper import TransferMemory
+from pdkv.runtime.mover_channel import MoverChannel
 from pdkv.runtime.mover_process import MoverProcess
+from pdkv.runtime.mover_thread import MoverThread
+from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.transfer_stats import TransferStats
+from pdkv.runtime.transports.base import LocalMemory
 from pdkv.runtime.transports.shm import shm_offer
-from pdkv.runtime.wire import Broken, Ended, NixlOffer, PeerMemory, Ready, Serve, Start, ToMover
+from pdkv.runtime.wire import Broken, Ended, NixlOffer, PeerMemory, Ready, Serve, ShmOffer, Start, ToMover
 
 log = logging.getLogger("pdkv.control")
 
@@ -22,18 +27,29 @@ _FIRST_RETRY_NS = 250_000_000
 _LONGEST_RETRY_NS = 30 * 10**9
 _SERVE_SLACK_NS = 2 * 10**9
 
+MoverKind = Literal["process", "thread"]
+
 
 class MoverHost:
     """Starts, restarts and stops the mover. Used by the control thread only.
 
-    ``life`` counts the processes, ``epoch`` the changes of what peers must know to read from here.
+    A CPU pool gets a process unless ``kind`` says otherwise, a GPU pool a thread. ``life`` counts the movers, ``epoch``
+    the changes of what peers must know to read from here. `begin`, `receive`, `restart` and `stop` raise `FenceLost`
+    when a mover could not be ended: the pool must not be reused then, and no new mover is started.
     """
 
-    def __init__(self, memory: TransferMemory, stats: TransferStats, now_ns: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        memory: TransferMemory,
+        stats: TransferStats,
+        now_ns: Callable[[], int],
+        kind: MoverKind | None = None,
+    ) -> None:
         self._memory = memory
+        self._kind = kind or ("process" if isinstance(memory.pool, SharedMemory) else "thread")
         self._stats = stats
         self._now_ns = now_ns
-        self._process: MoverProcess | None = None
+        self._mover: MoverChannel | None = None
         self._transport = "shm"
         self._nixl: NixlOffer | None = None
         self._retry_at_ns: int | None = None
@@ -45,17 +61,17 @@ class MoverHost:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the mover of now."""
-        return self._process.pid if self._process else None
+        """Process id of the mover of now; None when there is none, or it is a thread."""
+        return self._mover.pid if self._mover else None
 
     @property
     def wants_write(self) -> bool:
         """Whether messages wait for room in its socket."""
-        return self._process is not None and self._process.wants_write
+        return self._mover is not None and self._mover.wants_write
 
     def fileno(self) -> int | None:
-        """The socket to poll; None while there is no process."""
-        return self._process.fileno() if self._process else None
+        """The socket to poll; None while there is no mover."""
+        return self._mover.fileno() if self._mover else None
 
     def begin(self, transport: str, *, fallback: bool, closing: Callable[[], bool]) -> str:
         """Start the first mover and wait for it; the transport it uses, ``shm`` if NIXL fails and ``fallback``.
@@ -74,11 +90,13 @@ class MoverHost:
 
     def _begin_once(self, closing: Callable[[], bool]) -> str | None:
         self._spawn()
-        assert self._process is not None
+        assert self._mover is not None
+        readable = select.poll()
+        readable.register(self._mover.fileno(), select.POLLIN)
         until_s = time.monotonic() + _READY_TIMEOUT_S
         while time.monotonic() < until_s and not closing():
-            select.select([self._process.fileno()], [], [], 0.2)
-            messages, alive = self._process.receive()
+            readable.poll(200)
+            messages, alive = self._mover.receive()
             for message in messages:
                 if isinstance(message, Ready):
                     self._on_ready(message)
@@ -87,23 +105,23 @@ class MoverHost:
                     self.stop()
                     return message.reason
             if not alive:
-                code = self._process.reap()
-                self._process = None
-                return f"the mover ended at once with exit code {code} (its error is above)"
+                cause = self._mover.reap()
+                self._mover = None
+                return f"the mover ended at once (its error is above): {cause}"
         self.stop()
         return f"the mover was not ready within {_READY_TIMEOUT_S:.0f} s"
 
     def send(self, message: ToMover) -> None:
         """Queue a message for a mover that is ``ready``."""
-        if self._process is not None:
-            self._process.send(message)
+        if self._mover is not None:
+            self._mover.send(message)
 
     def receive(self) -> tuple[list[Ended], bool]:
         """(what it reported, whether it has died); a dead one is replaced at once."""
-        if self._process is None:
+        if self._mover is None:
             return [], False
-        self._process.flush()
-        messages, alive = self._process.receive()
+        self._mover.flush()
+        messages, alive = self._mover.receive()
         ended: list[Ended] = []
         for message in messages:
             match message:
@@ -114,19 +132,18 @@ class MoverHost:
                 case Broken(reason=reason):
                     log.error("the mover cannot start: %s", reason)
         if not alive:
-            code = self._process.reap()
-            log.error("the mover ended by itself (exit code %d); a new one is started", code)
+            log.error("the mover ended by itself (%s); a new one is started", self._mover.reap())
             self._after_death(at_once=self.ready)
         return ended, not alive
 
     def restart(self) -> None:
         """Kill it (after this nothing of it can write) and start the next one."""
-        if self._process is not None:
-            self._process.kill()
+        if self._mover is not None:
+            self._mover.kill()
             self._after_death(at_once=True)
 
     def _after_death(self, *, at_once: bool) -> None:
-        self._process = None
+        self._mover = None
         self.ready = False
         self._stats.mover_restarts += 1
         if at_once:
@@ -162,10 +179,14 @@ class MoverHost:
             bytes_per_block=self._memory.bytes_per_block,
             num_blocks=self._memory.num_blocks,
             num_slots=self._memory.num_slots,
-            shm=shm_offer(self._memory.pool, self._memory.slots) if self._transport == "shm" else None,
+            shm=self._shm_offer() if self._transport == "shm" else None,
             nixl=self._nixl,
         )
         return memory, self.epoch
+
+    def _shm_offer(self) -> ShmOffer:
+        assert isinstance(self._memory.pool, SharedMemory), "the shm transport refuses any other pool"
+        return shm_offer(self._memory.pool, self._memory.slots)
 
     def serve_until(self, until_ns: int | None, now_ns: int) -> None:
         """Have the mover help readers until then (None: there are none)."""
@@ -181,21 +202,26 @@ class MoverHost:
             self.send(Serve(for_ns=self._served_until_ns - now_ns))
 
     def stop(self) -> None:
-        """Kill the mover; no new one is started."""
+        """End the mover; no new one is started."""
         self._retry_at_ns = None
         self.ready = False
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
+        if self._mover is not None:
+            self._mover.kill()
+            self._mover = None
 
     def _spawn(self) -> None:
-        memory = self._memory
         self.life += 1
         self._served_until_ns = 0
-        self._process = MoverProcess(
+        agent = f"pdkv-{uuid.uuid4().hex}"
+        self._mover = self._new_thread(agent) if self._kind == "thread" else self._new_process(agent)
+
+    def _new_process(self, agent: str) -> MoverProcess:
+        memory = self._memory
+        assert isinstance(memory.pool, SharedMemory), "no other process can reach GPU memory"
+        return MoverProcess(
             Start(
                 transport=self._transport,
-                agent=f"pdkv-{uuid.uuid4().hex}",
+                agent=agent,
                 pool_fd=memory.pool.fd,
                 slots_fd=memory.slots.fd,
                 bytes_per_block=memory.bytes_per_block,
@@ -203,6 +229,17 @@ class MoverHost:
                 num_slots=memory.num_slots,
             )
         )
+
+    def _new_thread(self, agent: str) -> MoverThread:
+        memory = self._memory
+        local = LocalMemory(
+            pool=memory.pool,
+            slots=memory.slots,
+            bytes_per_block=memory.bytes_per_block,
+            num_blocks=memory.num_blocks,
+            num_slots=memory.num_slots,
+        )
+        return MoverThread(self._transport, agent, local)
 
     def _on_ready(self, message: Ready) -> None:
         self.ready = True

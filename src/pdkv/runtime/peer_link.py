@@ -43,6 +43,7 @@ class PeerLink:
         self.mover_life = 0
         self.tokens: tuple[bytes, ...] = ()
         self.next_beat_ns = now_ns
+        self.last_beat_ns = now_ns - 10**9  # none yet: the first may go at once
         self.last_used_ns = now_ns
         self._context = context
         self.monitor: zmq.Socket[bytes]
@@ -58,7 +59,7 @@ class PeerLink:
         self.monitor = opened.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         try:
             opened.connect(endpoint(self.peer.host, self.peer.port))
-        except (zmq.ZMQError, OverflowError):
+        except (zmq.ZMQError, OverflowError, ValueError):
             opened.disable_monitor()
             opened.close(linger=0)
             raise
@@ -84,7 +85,7 @@ class PeerLink:
         """Whether the socket took it."""
         try:
             self.socket.send(encode(message), zmq.DONTWAIT)
-        except (zmq.Again, BadFrame) as error:
+        except (zmq.ZMQError, BadFrame, ValueError) as error:  # ValueError: text that is no UTF-8
             log.debug("to %s: %s not sent: %s", self.peer.engine_id, type(message).__name__, error)
             return False
         return True

@@ -40,6 +40,9 @@ CANCELLED = "cancelled"
 _ANSWER_TIMEOUT_NS = 5 * 10**9
 _MOVER_TIMEOUT_NS = 30 * 10**9  # a new mover has to import NIXL, on a busy machine
 _IDLE_LINK_NS = 60 * 10**9
+_NEW_LEASE_BEAT_NS = 10**9
+_UNKNOWN_LEASE_BEAT_NS = 10**9  # before the handshake
+_SHORTEST_BEAT_NS = 50_000_000  # whatever lease a peer claims to grant
 _MAX_LINKS = 1024
 _MAX_TRIES = 4  # handshakes for one read: a peer whose mover restarts meanwhile asks for another
 
@@ -88,7 +91,11 @@ class Reader:
             self.mover.restart()
             self.mover_lost()
         for post in plan.reads:
-            self._begin(post, now_ns)
+            try:
+                self._begin(post, now_ns)
+            except Exception as error:  # one bad read must not take the others of this plan with it
+                log.exception("read %d cannot begin", post.handle)
+                self._fail(self._reads[post.handle], f"{_name(post.source.peer)}: {error}")
         for handle in plan.cancels:
             self._cancel(handle)
         for message in plan.messages:
@@ -113,10 +120,11 @@ class Reader:
         if not isinstance(link, PeerLink):
             log.warning("no heartbeats to %s: %s", peer, link)
             return
-        if not link.tokens:
-            link.next_beat_ns = now_ns  # the lease may be nearly over when a request reaches us: say so at once
-            if link.handshake is Handshake.NONE:
-                self._ask(link, now_ns)
+        if not set(tokens) <= set(link.tokens):
+            # A lease may be nearly over when its request reaches us: say so soon, at most once a second.
+            link.next_beat_ns = min(link.next_beat_ns, max(now_ns, link.last_beat_ns + _NEW_LEASE_BEAT_NS))
+        if link.handshake is Handshake.NONE:
+            self._ask(link, now_ns)
         link.tokens = tokens
 
     def _begin(self, post: PostRead, now_ns: int) -> None:
@@ -130,7 +138,7 @@ class Reader:
 
     def _cancel(self, handle: int) -> None:
         read = self._reads.get(handle)
-        if read is None:
+        if read is None:  # over, and reported
             return
         if read.stage is _Stage.MOVING:
             self.mover.send(Cancel(handle=handle))
@@ -167,12 +175,13 @@ class Reader:
             reason = answer.reason if isinstance(answer, Refused) else self._unfit(link, answer)
             self._on_hello(link, answer, reason, now_ns)
             return
-        handle = self._claims.pop(answer.seq, None)
+        handle = self._claims.get(answer.seq)
         read = self._reads.get(handle) if handle is not None else None
+        if read is not None and read.post.source.peer != link.peer:
+            return  # somebody answers for another
+        self._claims.pop(answer.seq, None)
         if read is None or read.stage is not _Stage.CLAIM or read.seq != answer.seq:
             return  # late: the read was cancelled or timed out
-        if read.post.source.peer != link.peer:
-            return  # somebody answers for another
         if isinstance(answer, Refused):
             self.stats.failed_handshakes += 1
             self._fail(read, f"{_name(link.peer)} refused the read: {answer.reason}")
@@ -218,7 +227,8 @@ class Reader:
         if link is not None:
             link.last_used_ns = now_ns
             if message.error not in (None, CANCELLED):
-                link.handshake = Handshake.NONE  # whatever it was: the next read asks anew
+                if link.handshake is Handshake.DONE:
+                    link.handshake = Handshake.NONE  # whatever it was: the next read asks anew
                 self._retire(link)
         self._moving[read.mover_key] -= 1
         self._forget_unused(read.mover_key)
@@ -259,7 +269,8 @@ class Reader:
             if link.handshake is Handshake.ASKED and now_ns >= link.hello_deadline_ns:
                 self._no_answer(link)
             if link.tokens and now_ns >= link.next_beat_ns:
-                link.next_beat_ns = now_ns + self.beat_ns
+                link.last_beat_ns = now_ns
+                link.next_beat_ns = now_ns + self._beat_ns(link)
                 if engine_alive and link.handshake is not Handshake.REFUSED:
                     if link.handshake is Handshake.NONE:
                         self._ask(link, now_ns)
@@ -273,6 +284,12 @@ class Reader:
                 late = "did not answer the claim within 5 s"
                 cause = late if read.stage is _Stage.CLAIM else "our mover does not start"
                 self._fail(read, f"{_name(read.post.source.peer)}: {cause}")
+
+    def _beat_ns(self, link: PeerLink) -> int:
+        """A sixth of the lease: of the peer's once it has told, for it is the peer's clock that runs out."""
+        if link.reply is None:
+            return min(self.beat_ns, _UNKNOWN_LEASE_BEAT_NS)
+        return min(self.beat_ns, max(link.reply.lease_ns // 6, _SHORTEST_BEAT_NS))
 
     def next_ns(self) -> int | None:
         """When `tick` is wanted next; None when nothing is timed."""
@@ -301,7 +318,7 @@ class Reader:
             return f"{_name(peer)}: already connected to {_MAX_LINKS} peers"
         try:
             link = self._links[peer] = PeerLink(self.context, peer, now_ns)
-        except (zmq.ZMQError, OverflowError) as error:
+        except (zmq.ZMQError, OverflowError, ValueError) as error:
             return f"{_name(peer)} is no address to connect to: {error}"
         return link
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 from dataclasses import dataclass, field
 
 import msgspec
@@ -49,7 +50,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("seed", self.seed, "a 64-bit integer", self.seed is None or -(1 << 63) <= self.seed < 1 << 64),
             ("logprobs", self.logprobs, f"0 to {MAX_LOGPROBS}", logprobs_good),
         ):
-            if not good or (value is not None and not math.isfinite(value)):
+            if not good or not abs(value or 0) <= sys.float_info.max:  # NaN is not, either
                 raise BadRequest(f"{name} must be {allowed}; got {value}")
 
     @property

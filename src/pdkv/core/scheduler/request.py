@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 
+import msgspec
 import numpy as np
 
 from pdkv.core.blocks.hashing import HashFunction, extend_hashes
 from pdkv.core.ports import FinishReason, Int32Array, NewRequest, RemoteSource
+from pdkv.core.transfer.lease import digest_tokens
 
 
 class Status(enum.Enum):
@@ -55,6 +57,9 @@ class Request:
         self.cached_tokens = 0
         self.hashes: list[bytes] = []
         self.source: RemoteSource | None = new.source
+        if new.source is not None:
+            covered = digest_tokens(new.prompt[: new.source.num_tokens])
+            self.source = msgspec.structs.replace(new.source, prompt_digest=covered)
         self.wait_cause = "queued"
         self._block_size = block_size
 

@@ -123,6 +123,9 @@ class Scheduler:
             if request.status is Status.LOADING:
                 skipped_holding.append(self.holding.popleft())
                 continue
+            if request.new.produce and any(other.new.produce for other in skipped_waiting):
+                skipped_waiting.append(self.waiting.pop())  # no prefill for a peer passes one that waits for its share
+                continue
             if request.status is Status.LOADED:
                 self._settle_loaded(request)
             admission = self._admitter.admit(request, budget, self.running, (*self.holding, *skipped_holding))

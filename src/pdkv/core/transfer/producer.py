@@ -39,15 +39,15 @@ class Producer:
         self._slots = slots
         self._journal = journal
         self._by_token: dict[bytes, Lease] = {}
-        self.leased_blocks = 0  # shared blocks counted once per lease: what peers have asked to keep
 
     def may_prefill(self, request: Request, in_flight: int, in_flight_blocks: int) -> bool:
         """Whether one more prompt may be computed for a peer without pinning more than the allowed share.
 
         The ``in_flight`` prefills for peers will want a slot each and their ``in_flight_blocks``. A prompt larger than
-        the whole share is let in when nothing else is leased, so none waits for ever.
+        the whole share is let in when nothing else is leased. (The scheduler lets no other prefill for a peer pass one
+        that waits here, so its turn comes.)
         """
-        pinned = self.leased_blocks + in_flight_blocks
+        pinned = int(self._manager.pool.ledger.counts[Account.RETAINED]) + in_flight_blocks
         limit = int(self._config.max_leased_fraction * (self._config.num_blocks - 1))
         needed = self._manager.blocks_for(request.num_prompt)
         return self._slots.num_free > in_flight and (pinned == 0 or pinned + needed <= limit)
@@ -57,11 +57,10 @@ class Producer:
         computed = min(request.num_computed, request.num_tokens - 1)  # the last token was only sampled
         self._manager.trim(request.request_id, self._manager.blocks_for(computed))
         block_ids = tuple(self._manager.blocks_of(request.request_id).tolist())
-        slot, lease_id, token = self._slots.grant(block_ids, computed)
+        slot, lease_id, token = self._slots.grant(block_ids, request.tokens[:computed])
         deadline_ns = self._journal.now_ns + self._config.lease_ns
         lease = Lease(request.request_id, lease_id, slot, token, len(block_ids), deadline_ns)
         self._by_token[token] = lease
-        self.leased_blocks += lease.blocks
         self._manager.rename(request.request_id, lease.key)
         self._manager.move(lease.key, Account.RETAINED, "leased to a consumer", deadline_ns)
         self._journal.emit(
@@ -124,7 +123,6 @@ class Producer:
     def _release(self, lease: Lease, *, expired: bool) -> None:
         self._slots.clear(lease.slot)
         del self._by_token[lease.token]
-        self.leased_blocks -= lease.blocks
         blocks = self._manager.release(lease.key)
         self._journal.emit(
             LeaseReleased(

@@ -1,7 +1,7 @@
 """Compile ``kernels.c`` for this machine, once: ``python -m pdkv.runtime.kernels.build``.
 
 The library lives in ``$PDKV_CACHE/kernels`` under a name made from source, flags, compiler and CPU, so that a change of
-any of them makes a new one. It is linked against libgomp by name only: the one that torch has loaded serves both.
+any of them makes a new one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def find_compiler() -> str | None:
 def flags() -> list[str]:
     """Code for exactly this CPU; exceptions of IEEE arithmetic (NaN, infinity) stay as they are."""
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    return ["-std=gnu11", "-O3", native, "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"]
+    return ["-std=gnu11", "-O3", native, "-fno-math-errno", "-pthread", "-shared", "-fPIC"]
 
 
 def library_path(compiler: str) -> Path:

@@ -35,6 +35,14 @@ class Native:
             + [_LONG, _INT, _INT, _INT, _INT, _FLOAT, _INT]
         )
         self._decode.restype = _INT
+        self._write_kv = library.pdkv_write_kv
+        self._write_kv.argtypes = (
+            [_POINTER] * 2 + [_LONG] * 4 + [_POINTER] * 2 + [_LONG] * 3 + [_POINTER] * 2 + [_LONG, _INT, _INT]
+        )
+        self._write_kv.restype = None
+        self._rms_norm = library.pdkv_rms_norm
+        self._rms_norm.argtypes = [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT, _INT]
+        self._rms_norm.restype = None
 
     def pack(self, weight: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
         """``weight`` [n, k] as panels [ceil(n / panel_columns), k, panel_columns] of ``storage`` (float32, bfloat16)."""
@@ -119,6 +127,56 @@ class Native:
         )
         if status != 0:
             raise MemoryError("no memory for the partial results of decode attention")
+
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: torch.Tensor,
+        blocks: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        """Put each token's K and V into its slot of a float32 pool's ``layer`` (shaped as above).
+
+        ``key``/``value`` float32 [kv_heads, T, head_dim], any strides, the last 1; ``blocks``/``offsets`` int64[T].
+        """
+        kv_heads, count, head_dim = key.shape
+        block_stride, plane_stride, token_stride, head_stride, _ = layer.stride()
+        base = layer.data_ptr()
+        self._write_kv(
+            key.data_ptr(),
+            value.data_ptr(),
+            key.stride(1),
+            key.stride(0),
+            value.stride(1),
+            value.stride(0),
+            base,
+            base + plane_stride * layer.element_size(),
+            block_stride,
+            token_stride,
+            head_stride,
+            blocks.data_ptr(),
+            offsets.data_ptr(),
+            count,
+            kv_heads,
+            head_dim,
+        )
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """x / sqrt(mean(x^2) + epsilon) * weight over the last axis of ``x`` (float32, contiguous)."""
+        out = torch.empty_like(x)
+        dim = x.shape[-1]
+        self._rms_norm(
+            x.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            x.numel() // dim,
+            dim,
+            epsilon,
+            torch.get_num_threads(),
+        )
+        return out
 
 
 @functools.cache

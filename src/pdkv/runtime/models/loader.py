@@ -16,6 +16,7 @@ from pdkv.errors import ConfigError, DoesNotFit, PdkvError, UnsupportedModel
 from pdkv.runtime.attention import ATTENTION_NAME, STEP_KWARG, cacheless_step
 from pdkv.runtime.kernels import native
 from pdkv.runtime.kernels.linear import pack_linears
+from pdkv.runtime.kernels.norm import replace_norms
 from pdkv.runtime.models.files import ModelFiles, read_header
 from pdkv.runtime.models.support import ModelFacts, read_facts
 
@@ -83,7 +84,7 @@ def load_model(
     model = _load_weights(files, wanted, target)
     _check_forward(model, files.name)
     kv_heads, head_dim = _probe(model, facts, files.name, target, wanted)
-    _pack(model, target, wanted, weight_storage)
+    _use_kernels(model, target, wanted, weight_storage)
     return LoadedModel(
         model=model,
         tokenizer=_load_tokenizer(files),
@@ -103,13 +104,14 @@ def load_model(
     )
 
 
-def _pack(model: Any, device: torch.device, dtype: torch.dtype, weight_storage: str) -> None:
-    """Put the linear layers of a float32 model on CPU into the C kernels' layout, where there are kernels."""
+def _use_kernels(model: Any, device: torch.device, dtype: torch.dtype, weight_storage: str) -> None:
+    """Have a float32 model on CPU run its linear layers and norms through the C kernels, where there are kernels."""
     if weight_storage not in ("auto", "bf16"):
         raise ConfigError(f"weight storage {weight_storage!r} is not one of auto, bf16")
     kernels = native.load() if device.type == "cpu" and dtype == torch.float32 else None
     if kernels is not None:
         pack_linears(model, kernels, torch.bfloat16 if weight_storage == "bf16" else torch.float32)
+        replace_norms(model, kernels)
     elif weight_storage == "bf16":
         raise ConfigError(
             f"--weight-storage bf16 is for float32 arithmetic on a CPU with a C compiler; this is {dtype} on {device}. "

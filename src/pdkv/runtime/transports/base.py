@@ -52,7 +52,9 @@ class Copy(Protocol):
 
 
 class Transport(Protocol):
-    """One-sided reads. All calls come from one thread; none but `post` may take long (one slice at most)."""
+    """One-sided reads. All calls come from one thread. They return at once, but for `post` (one slice at most) and for
+    those that find out about a failure (a second or so, to make sure that nothing lands after they have told it).
+    """
 
     @property
     def name(self) -> str:
@@ -87,7 +89,7 @@ class Transport(Protocol):
         """Help peers that read from here (cheap when there are none)."""
 
     def close(self) -> None:
-        """Let go of everything; nothing lands after it. Raises `TransportError` when that cannot be promised."""
+        """Let go of everything; nothing lands after it. Raises `RuntimeError` when that cannot be promised."""
 
 
 def cut_slices(

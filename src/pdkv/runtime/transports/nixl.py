@@ -6,7 +6,8 @@ calls made from here, and nothing can be written into the pool outside them.
 
 NIXL's own cancel is no fence (design 1): a READ that was released, or reported an error for one of its descriptors, may
 still have others under way. Only destroying the agent ends them. So a failed slice is answered by exactly that: the
-agent is replaced, what other READs had under way is posted again to the new one, and then the failure is reported.
+agent is replaced (other READs get a second to end before, what they still have under way is posted again to the new
+one), and then the failure is reported.
 Python destroys an agent with its last reference, so every fence checks that the agent is really gone.
 Nothing of NIXL's that is pickled is used: descriptors are made from plain addresses on both sides.
 
@@ -22,6 +23,7 @@ import importlib
 import logging
 import mmap
 import os
+import time
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +40,8 @@ log = logging.getLogger("pdkv.mover")
 _MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 _SCRATCH_SLOTS = mmap.PAGESIZE // SLOT_BYTES
 _MAX_METADATA_BYTES = 1 << 20
+_DRAIN_S = 1.0
+_DRAIN_POLL_S = 0.0005
 _WORD = np.dtype("<u8")
 
 Descriptors = npt.NDArray[np.uint64]  # [n, 3]: address, length in bytes, device
@@ -94,6 +98,7 @@ class NixlTransport:
         self._cells = list(range(_SCRATCH_SLOTS))
         self._peers: dict[str, _Peer] = {}
         self._flights: list[_Flight] = []
+        self._doomed: list[weakref.ref[Any]] = []  # agents that were dropped and must be gone
         self._agent = self._make_agent()
 
     @property
@@ -140,7 +145,7 @@ class NixlTransport:
             try:
                 self._agent.api.remove_remote_agent(known.offer.agent)
             except Exception as error:
-                log.warning("%s: NIXL did not let go of its agent: %s", peer, error)
+                log.warning("%s: NIXL did not let go of its agent: %s", peer, str(error))
 
     def check_peer(self, peer: str) -> None:
         known = self._peers.get(peer)
@@ -250,6 +255,7 @@ class NixlTransport:
     def _fence(self, flight: _Flight, error: str) -> None:
         """End ``flight`` for certain: replace the agent, and post again what others had under way."""
         self._peers[flight.peer].failed = error
+        self._drain([other for other in self._flights if other is not flight])
         others = [other for other in self._flights if other is not flight]
         self._drop_agent()
         self._over(flight, error)
@@ -271,6 +277,24 @@ class NixlTransport:
                 self._over(other, failed)
             elif not other.over:
                 self._submit(other)
+
+    def _drain(self, others: list[_Flight]) -> None:
+        """Let what others have under way come to its end, for a moment.
+
+        UCX in a peer's process was seen to abort when the connection was reset while it was sending.
+        """
+        until_s = time.monotonic() + _DRAIN_S
+        while others and time.monotonic() < until_s:
+            for other in list(others):
+                status = self._status("check_xfer_state", other)
+                if status == "PROC":
+                    continue
+                others.remove(other)
+                if status == "DONE":
+                    self._took(other, status)
+                else:  # it is over once the agent is gone
+                    self._peers[other.peer].failed = f"{other.peer}: the read failed: {status}"
+            time.sleep(_DRAIN_POLL_S)
 
     def _make_agent(self) -> _Agent:
         name = f"{self._agent_name}-{self._renewals}"
@@ -297,30 +321,31 @@ class NixlTransport:
     def _drop_agent(self) -> None:
         """Destroy the agent: UCX's workers go, and with them everything under way.
 
-        Raises `TransportError` when it lives on: then nothing is promised.
+        Raises `RuntimeError` when it, or one before it, lives on: then nothing is promised.
         """
-        if self._agent.api is None:
-            return
-        binding = weakref.ref(self._agent.api.agent)
+        if self._agent.api is not None:
+            self._doomed.append(weakref.ref(self._agent.api.agent))
         for flight in self._flights:
             handle, flight.handle = flight.handle, None
             try:
                 handle.release()
             except Exception as error:
                 handle._released = True  # still active: it goes with the agent
-                log.debug("NIXL keeps a request until its agent goes: %s", error)
+                log.debug("NIXL keeps a request until its agent goes: %s", str(error))  # a log may keep `error`
             del handle
         self._agent.loaded.clear()
         self._agent.api = None  # the last reference
-        if binding() is not None:
-            gc.collect()  # or it is part of a cycle
-            if binding() is not None:
-                raise TransportError("NIXL's agent lives on: something still refers to it")
+        if self._any_alive():
+            gc.collect()  # unless it is part of a cycle
+            if self._any_alive():
+                raise RuntimeError("NIXL's agent lives on, something still refers to it: its reads may go on")
+
+    def _any_alive(self) -> bool:
+        self._doomed = [agent for agent in self._doomed if agent() is not None]
+        return bool(self._doomed)
 
 
-def _descriptors(
-    addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], device: int = 0
-) -> Descriptors:
+def _descriptors(addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], device: int = 0) -> Descriptors:
     out = np.zeros((len(addresses), 3), dtype=np.uint64)
     out[:, 0], out[:, 1], out[:, 2] = addresses, lengths, device
     return out

@@ -18,7 +18,6 @@ from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, TransportError
 from pdkv.runtime.wire import PeerMemory, ShmOffer
 
-
 CPU_ONLY = "shared memory moves CPU pools only; use --transport nixl"
 
 
