@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.runtime.tiny import HandEngine, make_executor, save_tiny
 
 from pdkv.errors import ConfigError
+from pdkv.runtime.attention import STEP_KWARG, cacheless_step
 from pdkv.runtime.kernels import build, native
 from pdkv.runtime.kernels.linear import PackedLinear, pack_linears
 from pdkv.runtime.kernels.norm import replace_norms
+from pdkv.runtime.models import load_model
+from pdkv.runtime.sampler import SamplingParams
 
 kernels = native.load()
 needs_kernels = pytest.mark.skipif(kernels is None, reason="no C compiler here")
@@ -281,3 +285,37 @@ def test_build_with_a_failing_compiler_shows_its_words(monkeypatch: pytest.Monke
     monkeypatch.setenv("CC", str(compiler))
     with pytest.raises(ConfigError, match="cannot compile today"):
         build.build()
+
+
+def test_without_kernels_a_model_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No compiler: torch alone, the same answers; bf16 storage is refused with what to do."""
+    files = save_tiny("qwen3", tmp_path)
+
+    def tokens() -> list[int]:
+        engine = HandEngine(make_executor(load_model(files)))
+        engine.add("a", list(range(3, 40)), SamplingParams(temperature=0), min_tokens=9, stop_token_ids=frozenset({2}))
+        engine.step({"a": 37})
+        for _ in range(8):
+            engine.step({"a": 1})
+        return engine.tokens["a"]
+
+    expected = tokens()
+    monkeypatch.setattr(native, "load", lambda: None)
+    assert tokens() == expected
+    with pytest.raises(ConfigError, match="install gcc"):
+        load_model(files, weight_storage="bf16")
+
+
+@needs_kernels
+def test_bf16_storage_halves_the_weights_and_stays_close(tmp_path: Path) -> None:
+    files = save_tiny("llama", tmp_path)
+    plain, stored = load_model(files), load_model(files, weight_storage="bf16")
+    assert stored.weights_bytes < 0.6 * plain.weights_bytes
+    ids = torch.arange(3, 60)[None]
+    step = cacheless_step([57], torch.device("cpu"))
+    with torch.inference_mode():
+        a, b = (
+            m.model(ids, position_ids=step.position_ids, use_cache=False, **{STEP_KWARG: step}).logits
+            for m in (plain, stored)
+        )
+    assert float((a - b).norm() / a.norm()) < 0.03

@@ -140,7 +140,8 @@ def build_step(batch: Batch, pool: KvPool, kernels: Native | None = None) -> Ste
     prefills = tuple(
         _prefill_row(int(starts[i]), int(stops[i]), int(contexts[i]), tables[i], block_size) for i in chunks
     )
-    native, decodes = None, ()
+    native: NativeDecodes | None = None
+    decodes: tuple[DecodeGroup, ...] = ()
     if kernels is not None and len(singles):
         native = _native_decodes(batch, singles, starts, contexts)
     elif len(singles):
@@ -267,7 +268,8 @@ def _prefill_attention(
 
 
 def _write_kv(step: Step, layer: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    assert step.slot_blocks is not None and step.slot_offsets is not None
+    assert step.slot_blocks is not None
+    assert step.slot_offsets is not None
     if step.kernels is not None and layer.dtype == torch.float32:
         step.kernels.write_kv(key[0], value[0], layer, step.slot_blocks, step.slot_offsets)
         return
@@ -319,7 +321,8 @@ def paged_attention(
         chunk = _prefill_attention(query[:, :, tokens], key[:, :, tokens], value[:, :, tokens], layer, row, scale)
         out[tokens] = chunk[0].transpose(0, 1)
     if step.native is not None:
-        assert layer is not None and step.kernels is not None
+        assert layer is not None
+        assert step.kernels is not None
         n = step.native
         step.kernels.decode_attention(
             query[0].transpose(0, 1), out, layer, n.tables, n.rows, n.tokens, n.lengths, float(scale)

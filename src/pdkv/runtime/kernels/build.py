@@ -1,4 +1,4 @@
-"""Compile ``kernels.c`` for this machine, once: ``python -m pdkv.runtime.kernels.build``.
+"""Compile the C files beside this one for this machine, once: ``python -m pdkv.runtime.kernels.build``.
 
 The library lives in ``$PDKV_CACHE/kernels`` under a name made from source, flags, compiler and CPU, so that a change of
 any of them makes a new one.
@@ -18,7 +18,7 @@ from pathlib import Path
 from pdkv.errors import ConfigError
 from pdkv.runtime.models.convert import cache_root
 
-SOURCE = Path(__file__).with_name("kernels.c")
+_HERE = Path(__file__).parent
 _TIMEOUT_S = 300
 
 
@@ -42,7 +42,8 @@ def library_path(compiler: str) -> Path:
     """Where the library for this source, compiler and CPU is, or will be."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False).stdout
     digest = hashlib.sha256()
-    for part in (SOURCE.read_bytes(), " ".join(flags()).encode(), version, _cpu().encode()):
+    files = [path.read_bytes() for path in sorted([*_HERE.glob("*.h"), *_HERE.glob("*.c")])]
+    for part in (*files, " ".join(flags()).encode(), version, _cpu().encode()):
         digest.update(hashlib.sha256(part).digest())
     return cache_root() / "kernels" / f"pdkv-{digest.hexdigest()[:16]}.so"
 
@@ -62,7 +63,7 @@ def build() -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as directory:
             made = Path(directory) / target.name
-            command = [compiler, *flags(), "-o", str(made), str(SOURCE), "-lm"]
+            command = [compiler, *flags(), "-o", str(made), *map(str, sorted(_HERE.glob("*.c"))), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
             if done.returncode != 0:
                 raise ConfigError(f"{' '.join(command)} failed:\n{done.stderr.strip()[:2000]}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from typing import Any
 
 import torch
 
@@ -13,9 +14,13 @@ from pdkv.runtime.kernels.build import build
 
 log = logging.getLogger("pdkv.kernels")
 
-_MAX_HEAD_DIM = 512  # as in kernels.c
+_MAX_HEAD_DIM = 512  # as in attention.c
 _MAX_GROUP = 32
 _MAX_VECTOR = 16  # floats; a head's size is a multiple of it, whatever the CPU's own vector is
+_POINTER: Any
+_LONG: Any
+_INT: Any
+_FLOAT: Any
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
@@ -29,11 +34,11 @@ class Native:
             function.argtypes = [_POINTER] * 4 + [_LONG] * 3 + [_INT]
             function.restype = None
         self._decode = library.pdkv_decode_attention
-        self._decode.argtypes = (
-            [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT, _LONG, _LONG, _LONG, _POINTER, _LONG]
-            + [_POINTER] * 3
-            + [_LONG, _INT, _INT, _INT, _INT, _FLOAT, _INT]
-        )
+        self._decode.argtypes = [
+            *[_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT, _LONG, _LONG, _LONG, _POINTER, _LONG],
+            *[_POINTER] * 3,
+            *[_LONG, _INT, _INT, _INT, _INT, _FLOAT, _INT],
+        ]
         self._decode.restype = _INT
         self._write_kv = library.pdkv_write_kv
         self._write_kv.argtypes = (
@@ -45,7 +50,10 @@ class Native:
         self._rms_norm.restype = None
 
     def pack(self, weight: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
-        """``weight`` [n, k] as panels [ceil(n / panel_columns), k, panel_columns] of ``storage`` (float32, bfloat16)."""
+        """``weight`` [n, k] as panels [ceil(n / panel_columns), k, panel_columns], in ``storage``.
+
+        That is float32 or bfloat16; columns beyond n are zero.
+        """
         n, k = weight.shape
         columns = self.panel_columns
         panels = -(-n // columns)
@@ -127,7 +135,6 @@ class Native:
         )
         if status != 0:
             raise MemoryError("no memory for the partial results of decode attention")
-
 
     def write_kv(
         self,

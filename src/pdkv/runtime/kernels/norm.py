@@ -44,7 +44,8 @@ def replace_norms(model: Any, native: Native) -> int:
 @torch.inference_mode()
 def _replacement(norm: torch.nn.Module, native: Native) -> NativeNorm | None:
     weight = getattr(norm, "weight", None)
-    epsilon = next((getattr(norm, name) for name in _EPSILON_NAMES if isinstance(getattr(norm, name, None), float)), None)
+    found = (getattr(norm, name, None) for name in _EPSILON_NAMES)
+    epsilon = next((value for value in found if isinstance(value, float)), None)
     if not type(norm).__name__.endswith("RMSNorm") or epsilon is None or not isinstance(weight, torch.Tensor):
         return None
     if weight.dim() != 1 or weight.dtype != torch.float32 or len(list(norm.parameters())) != 1:

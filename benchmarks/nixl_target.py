@@ -1,0 +1,77 @@
+"""A bare NIXL agent over one registered buffer. As a process: the target of the bare READ, until its stdin closes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pdkv.runtime.shared_memory import SharedMemory
+
+_MEMORY = "DRAM"
+
+
+def _import_api() -> Any:
+    for module in ("nixl_cu12._api", "nixl_cu13._api", "nixl._api"):
+        try:
+            return importlib.import_module(module)
+        except ImportError:
+            continue
+    raise ImportError("no NIXL is installed")
+
+
+class NixlEnd:
+    """An agent and its buffer. No progress thread, as in pdkv's own use of it."""
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        api = _import_api()
+        self.memory = SharedMemory(nbytes)
+        self.memory.array(np.uint8, (nbytes,))[:] = 2
+        self.agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        self.agent.register_memory([(self.memory.address, nbytes, 0, "")], _MEMORY)
+
+    def connect(self, metadata: bytes, address: int) -> None:
+        """Learn of the target whose buffer lies at ``address``."""
+        self._target = self.agent.add_remote_agent(metadata)
+        self._target_address = address
+
+    def read(self, remote: Sequence[int], local: Sequence[int], block_bytes: int) -> None:
+        """One READ of whole blocks, one descriptor each; returns when all bytes are here."""
+        handle = self.agent.initialize_xfer(
+            "READ",
+            self.agent.get_xfer_descs(_blocks(self.memory.address, local, block_bytes), _MEMORY),
+            self.agent.get_xfer_descs(_blocks(self._target_address, remote, block_bytes), _MEMORY),
+            self._target,
+        )
+        status = self.agent.transfer(handle)
+        while status == "PROC":
+            status = self.agent.check_xfer_state(handle)
+        if status != "DONE":
+            raise RuntimeError(f"the bare READ ended with {status}")
+        handle.release()
+
+
+def _blocks(base: int, ids: Sequence[int], block_bytes: int) -> Any:
+    descriptors = np.zeros((len(ids), 3), dtype=np.uint64)
+    descriptors[:, 0] = np.asarray(ids, dtype=np.uint64) * np.uint64(block_bytes) + np.uint64(base)
+    descriptors[:, 1] = block_bytes
+    return descriptors
+
+
+def main() -> None:
+    """Register, say where and who, and keep UCX going until stdin closes."""
+    end = NixlEnd("bench-target", int(sys.argv[1]))
+    print(end.memory.address, end.agent.get_agent_metadata().hex(), flush=True)
+    while not select.select([sys.stdin], [], [], 0.001)[0]:
+        end.agent.get_new_notifs()
+
+
+if __name__ == "__main__":
+    main()
