@@ -22,6 +22,10 @@ from pdkv.core.ledger import Account
 from pdkv.core.ports import Finished, NewRequest, Outputs, Preempted
 from pdkv.core.scheduler.request import Request, Status
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file, it finds its neighbours too
+from tests.conformance.capacity import is_capacity_row, replay_capacity
+from tests.conformance.replay_remote import is_remote_row, replay_remote
+
 Row = dict[str, Any]
 
 
@@ -248,12 +252,20 @@ def replay_pool(row: Row) -> None:
 
 def replay_row(row: Row) -> None:
     """Raises `Mismatch` or `NotBuilt`."""
-    if "requests" in row:
+    if is_remote_row(row):
+        if row["config"]["kinds"] != ["full"]:
+            raise NotBuilt(f"remote loads into groups {row['config']['kinds']}")
+        replay_remote(row)
+    elif "requests" in row:
         replay_schedule(row)
     elif "groups" in row.get("config", {}):
         replay_pool(row)
+    elif is_capacity_row(row):
+        refusal = replay_capacity(row)
+        if refusal is not None:
+            print(f"{row.get('id', '?')}: agrees, but its config is refused: {refusal}", file=sys.stderr)
     else:
-        raise NotBuilt("capacity rows: tests/layout")
+        raise NotBuilt("a row of an unknown format")
 
 
 def read_rows(path: Path) -> Iterator[Row]:

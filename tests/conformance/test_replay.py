@@ -12,7 +12,7 @@ import pytest
 from tests.conformance.replay import Mismatch, NotBuilt, main, read_rows, replay_row
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-KINDS = ("sched", "blockpool")
+KINDS = ("sched_traces", "blockpool_traces")
 
 
 def packed_rows() -> list[Any]:
@@ -28,7 +28,10 @@ def packed_rows() -> list[Any]:
 
 @pytest.mark.parametrize("row", packed_rows())
 def test_packed_recordings(row: dict[str, Any]) -> None:
-    replay_row(row)
+    try:
+        replay_row(row)
+    except NotBuilt as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,7 +53,7 @@ def test_open_recordings(kind: str, shared: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_altered_recording_fails(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = copy.deepcopy(next(param.values[0] for param in packed_rows() if param.id and param.id.startswith(kind)))
-    if kind == "sched":
+    if kind == "sched_traces":
         step = next(step for step in row["steps"] if step["scheduled"])
         step["free_blocks_after_schedule"] += 1
     else:

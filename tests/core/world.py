@@ -170,7 +170,7 @@ class Node:
             return
         self.alarm += 1
         deadline = self.engine.next_deadline_ns()
-        tick = self.world.now + 1000 * MS if self.engine.has_work else None
+        tick = self.world.now + 1000 * MS if self.engine.requests else None
         at = min((time for time in (deadline, tick) if time is not None), default=None)
         if at is not None:
             self.world.after(max(at - self.world.now, 0), self.ring, self.alarm)
@@ -274,7 +274,7 @@ class World:
         self.prompts: dict[str, NewRequest] = {}
         self.open = requests
         self._arrivals(requests)
-        self.after(self.d.engine.config.heartbeat_ns, self.beat)
+        self.after(self.d.engine.config.lease_ns // 6, self.beat)
         self.after(100 * MS, self.maybe_crash)
 
     def draw_policy(self) -> TransferPolicy:
@@ -344,7 +344,7 @@ class World:
             for keepalive in self.d.keepalives:
                 self.send(keepalive.peer, Heartbeat(keepalive.tokens))
         if self.open:
-            self.after(self.d.engine.config.heartbeat_ns, self.beat)
+            self.after(self.d.engine.config.lease_ns // 6, self.beat)
 
     def maybe_crash(self) -> None:
         if self.rng.random() < self.weather.crash / 10:

@@ -1,40 +1,169 @@
-"""Hashes of full blocks: each covers its tokens and, by chaining, everything before them."""
+"""Hashes of full blocks: each covers its tokens and, by chaining, everything before them (spec block-pool section 3).
+
+A `HashFunction` hashes many blocks of one sequence in one call, from an int32 array: pdkv's own are here, those that
+give vLLM's digests in `pdkv.core.blocks.vllm_hashing`.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from pdkv.core.blocks.encoding import cbor
 from pdkv.core.ports import Int32Array
 
-#: hash of (parent hash, int32 tokens of one block, extra key bytes of that block)
-HashFunction = Callable[[bytes, Int32Array, bytes], bytes]
+#: Bytes to their digest, e.g. `xxhash.xxh3_128_digest`, which the core does not import but is given.
+DigestFunction = Callable[[bytes], bytes]
+
+#: One more fact that a block's content depends on: a tag ("lora", "mm", "cache_salt", "prompt_embeds") and its values.
+ExtraKey = tuple[str | bytes | int, ...]
+ExtraKeys = tuple[ExtraKey, ...]
+
+NO_EXTRA: Mapping[int, ExtraKeys] = {}
+
+_LITTLE_INT32 = np.dtype("<i4")
+
+
+class HashFunction(Protocol):
+    """Digests of ``blocks`` int32[n, block size], each chained to the one before and the first one to ``parent``.
+
+    ``parent`` is ``None`` at the start of a sequence. ``extra`` has the extra keys of those rows that have any.
+    Returns n digests.
+    """
+
+    def __call__(self, parent: bytes | None, blocks: Int32Array, extra: Mapping[int, ExtraKeys]) -> list[bytes]: ...
+
+
+# -------------------------------------------------------------------------------------------------- pdkv's own hashes
 
 #: The parent of a sequence's first block under `raw_sha256`; fixed, so that separate processes agree.
 NONE_HASH = hashlib.sha256(b"pdkv-none-hash").digest()
 
+_FRESH_SHA256 = hashlib.sha256()
 
-def raw_sha256(parent: bytes, tokens: Int32Array, extra: bytes) -> bytes:
-    """pdkv's own default (design 6.6): SHA-256 over parent, little-endian int32 tokens and the extra key."""
-    digest = hashlib.sha256(parent)
-    digest.update(tokens.astype("<i4", copy=False).tobytes())
-    if extra:
-        digest.update(extra)
-    return digest.digest()
+
+def sha256_digest(data: bytes) -> bytes:
+    """SHA-256 of ``data``. Copying a fresh state costs half of what OpenSSL takes to look the algorithm up anew."""
+    state = _FRESH_SHA256.copy()
+    state.update(data)
+    return state.digest()
+
+
+def raw_hash(digest: DigestFunction, none_hash: bytes) -> HashFunction:
+    """A hash over parent, little-endian int32 tokens and extra keys, their bytes fed to ``digest`` as they are."""
+
+    def chain(parent: bytes | None, blocks: Int32Array, extra: Mapping[int, ExtraKeys]) -> list[bytes]:
+        data, width = blocks.astype(_LITTLE_INT32, copy=False).tobytes(), blocks.shape[1] * 4
+        last, hashes = parent or none_hash, []
+        for row, start in enumerate(range(0, len(data), width)):
+            content = last + data[start : start + width]
+            if extra and row in extra:
+                content += _raw_extra(extra[row])
+            last = digest(content)
+            hashes.append(last)
+        return hashes
+
+    return chain
+
+
+def _raw_extra(keys: ExtraKeys) -> bytes:
+    """A lone salt as text, everything else as CBOR, which never starts with a letter."""
+    if len(keys) == 1 and keys[0][0] == "cache_salt":
+        return b"cache_salt\0" + str(keys[0][1]).encode()
+    return cbor(keys)
+
+
+#: pdkv's own default (design 6.6): SHA-256 over parent, tokens and extra keys.
+raw_sha256 = raw_hash(sha256_digest, NONE_HASH)
+
+
+# ---------------------------------------------------------------------------------------------------------- extra keys
+
+
+class ExtraKeySource(Protocol):
+    """The extra keys of any range of one request's tokens."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether no range has any."""
+        ...
+
+    def of(self, start: int, end: int) -> ExtraKeys:
+        """Keys of tokens ``start:end``, in vLLM's order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalItem:
+    """An image, clip, ...: ``identifier`` names its content, which stands for tokens offset .. offset + length."""
+
+    identifier: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ContentKeys:
+    """What the KV of a request depends on besides its tokens.
+
+    ``lora`` is (name, path). ``multimodal`` is sorted by offset. ``prompt_embeds`` [prompt tokens, hidden size] are
+    embeddings given in place of tokens; their bytes are hashed as they lie in memory (bfloat16: a uint16 view).
+    """
+
+    cache_salt: str | None = None
+    lora: tuple[str, str] | None = None
+    multimodal: tuple[MultimodalItem, ...] = ()
+    prompt_embeds: npt.NDArray[Any] | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether no range has any."""
+        return not (self.cache_salt or self.lora or self.multimodal) and self.prompt_embeds is None
+
+    def of(self, start: int, end: int) -> ExtraKeys:
+        """Keys of tokens ``start:end``: adapter, items that overlap them, salt, embeddings.
+
+        The salt is in the first range only, for chaining spreads it. An item's key has its offset from ``start``.
+        """
+        lora: ExtraKeys = (("lora", *self.lora),) if self.lora else ()
+        items: ExtraKeys = tuple(
+            ("mm", item.identifier, item.offset - start)
+            for item in self.multimodal
+            if item.offset < end and item.offset + item.length > start
+        )
+        salt: ExtraKeys = (("cache_salt", self.cache_salt),) if self.cache_salt and start == 0 else ()
+        return lora + items + salt + self._embeds_key(start, end)
+
+    def _embeds_key(self, start: int, end: int) -> ExtraKeys:
+        if self.prompt_embeds is None:
+            return ()
+        return (("prompt_embeds", hashlib.sha256(self.prompt_embeds[start:end].tobytes()).digest()),)
 
 
 def extend_hashes(
-    hashes: list[bytes], tokens: Int32Array, block_size: int, function: HashFunction, cache_salt: str | None
+    hashes: list[bytes],
+    tokens: Int32Array,
+    block_size: int,
+    function: HashFunction,
+    extra: ExtraKeySource | str | None = None,
 ) -> None:
     """Append to ``hashes`` those of the blocks that ``tokens`` (the whole sequence) fill since the last call.
 
-    A cache salt enters the first block only; chaining spreads it (spec block-pool section 3).
+    ``extra`` says what the KV depends on besides tokens; a string is a cache salt and nothing else.
     """
-    tokens = np.ascontiguousarray(tokens, dtype=np.int32)
-    parent = hashes[-1] if hashes else NONE_HASH
-    for block in range(len(hashes), len(tokens) // block_size):
-        extra = b"cache_salt\0" + cache_salt.encode() if cache_salt and block == 0 else b""
-        parent = function(parent, tokens[block * block_size : (block + 1) * block_size], extra)
-        hashes.append(parent)
+    first, last = len(hashes), len(tokens) // block_size
+    if first >= last:
+        return
+    keys = NO_EXTRA
+    if extra:
+        source = ContentKeys(cache_salt=extra) if isinstance(extra, str) else extra
+        if not source.empty:
+            starts = range(first * block_size, last * block_size, block_size)
+            keys = {row: found for row, start in enumerate(starts) if (found := source.of(start, start + block_size))}
+    blocks = tokens[first * block_size : last * block_size].reshape(-1, block_size)
+    hashes += function(hashes[-1] if hashes else None, blocks, keys)

@@ -1,0 +1,75 @@
+"""The recordings of remote loads: what they cover, that the replay notices a change, that they can be made again."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import os
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conformance.replay_remote import Difference, replay_remote
+
+RECORDING = Path(__file__).resolve().parents[1] / "data" / "sched_remote.jsonl.gz"
+Row = dict[str, Any]
+
+
+def rows() -> list[Row]:
+    """All recorded rows."""
+    with gzip.open(RECORDING, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def test_what_the_recordings_cover() -> None:
+    recorded = rows()
+    totals: Counter[str] = Counter()
+    for row in recorded:
+        totals.update(row["totals"])
+    assert len(recorded) >= 20
+    assert totals["unfinished"] == 0
+    for name in ("loads", "failed_loads", "aborts_while_loading", "block_copies", "preemptions", "max_reserved_blocks"):
+        assert totals[name] > 0, f"no row has {name}"
+    assert totals["steps_with_deferred_blocks"] > 0
+    configs = [row["config"] for row in recorded]
+    assert {config["load_failure"] for config in configs if config["load_failure"]} == {"fail", "recompute"}
+    assert any(config["watermark"] > 0 for config in configs)
+    assert {kind for config in configs for kind in config["kinds"]} == {"full", "sw", "mamba"}
+    stalled = [
+        step
+        for row in recorded
+        if row["config"]["async_scheduling"]
+        for step in row["steps"]
+        if step["running"] and not step["scheduled"] and not step["preempted"]
+    ]
+    assert stalled, "no step stalls for a deferred free"
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("free_blocks_after_schedule", lambda value: value + 1),
+        ("free_blocks_after_update", lambda value: value - 1),
+        ("holding", lambda value: [*value, "nobody"]),
+        ("loads_started", lambda value: [{**value[0], "external_tokens": 1}]),
+    ],
+)
+def test_an_altered_recording_fails(field: str, change: Any) -> None:
+    row = copy.deepcopy(next(row for row in rows() if row["id"] == "rm-03"))
+    replay_remote(row)
+    step = next(step for step in row["steps"] if step["loads_started"])
+    step[field] = change(step[field])
+    with pytest.raises(Difference, match=r"step \d+ .*: ours .*, reference"):
+        replay_remote(row)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names a Python that has vLLM 0.32")
+def test_the_reference_says_the_same_again(tmp_path: Path) -> None:
+    again = tmp_path / "again.jsonl.gz"
+    recorder = Path(__file__).with_name("record.py")
+    subprocess.run([os.environ["VLLM_PYTHON"], recorder, again], check=True, timeout=220, capture_output=True)
+    assert gzip.decompress(again.read_bytes()) == gzip.decompress(RECORDING.read_bytes())
