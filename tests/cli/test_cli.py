@@ -53,9 +53,10 @@ def test_what_does_not_fit_is_an_answer() -> None:
         (["plan", "smollm2"], "Give --kv-cache-memory-bytes"),
         (["plan", "no-such-model", "--kv-cache-memory-bytes", "1G"], "no-such-model: not a name in the catalogue"),
         (["plan", "smollm2", "--kv-cache-memory-bytes", "lots"], "--kv-cache-memory-bytes 'lots': not a number"),
-        (["plan", "smollm2", "--kv-cache-memory-bytes", "1G", "--kv-cache-dtype", "nvfp4"], "nvfp4 is not sized yet"),
+        (["plan", "smollm2", "--kv-cache-memory-bytes", "1G", "--kv-cache-dtype", "fp7"], "there is no such type"),
         (["serve", "smollm2", "--block-size", "3"], "--block-size 3"),
         (["serve", "decode", "smollm2", "--max-model-len", "long"], "--max-model-len 'long'"),
+        (["serve", "decode", "smollm2", "--max-model-len", "-5"], "for example 4096, 8k or auto"),
         (["serve", "router", "--prefill", "ftp://x", "--decode", "http://127.0.0.1:1"], "--prefill ftp://x"),
     ],
 )
@@ -147,6 +148,18 @@ def test_serve_model_builds_one_pair(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not instance.enable_prefix_caching
 
 
+def test_ctrl_c_is_a_request_to_stop_from_the_first_moment_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_options: Any) -> int:
+        raise KeyboardInterrupt
+
+    stand_in = ModuleType("pdkv.serve.instance_main")
+    stand_in.run = interrupted  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pdkv.serve.instance_main", stand_in)
+    result = CliRunner().invoke(app, ["serve", "prefill", "smollm2"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "stopping" in result.output
+
+
 def test_serve_defaults_are_those_of_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     options = start(monkeypatch, "supervisor", "smollm2")
     expected = ServeOptions(
@@ -161,17 +174,19 @@ def test_serve_one_instance(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
         monkeypatch, "instance_main", role, "some/dir", "--port", "7",
         "--kv-load-timeout", "5", "--kv-lease-duration", "12",
         "--transport", "shm", "--policy", "vllm", "--debug", "--threads", "1", "--served-model-name", "me",
+        "--host", "0.0.0.0", "--side-channel-host", "10.0.0.5", "--weight-storage", "bf16",
     )  # fmt: skip
     assert isinstance(options, InstanceOptions)
     assert (options.role, options.model, options.port, options.transport) == (role, "some/dir", 7, "shm")
     assert (options.kv_load_timeout_s, options.kv_lease_duration_s, options.policy) == (5.0, 12, "vllm")
     assert (options.debug, options.threads, options.served_model_name) == (True, 1, "me")
+    assert (options.host, options.side_channel_host, options.weight_storage) == ("0.0.0.0", "10.0.0.5", "bf16")
 
 
 def test_serve_router(monkeypatch: pytest.MonkeyPatch) -> None:
     options = start(
         monkeypatch, "router", "router", "--prefill", "http://127.0.0.1:8100/", "--decode", "http://127.0.0.1:8200",
-        "--decode", "http://127.0.0.1:8201", "--prefill-fallback", "fail",
+        "--decode", "http://127.0.0.1:8201", "--prefill-fallback", "fail", "--instance-timeout", "7",
     )  # fmt: skip
     assert isinstance(options, RouterOptions)
     assert options.prefill == ("http://127.0.0.1:8100",)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from pdkv.errors import ConfigError, DoesNotFit
 from pdkv.layout.capacity import Capacity, longest_request, size_pool
-from pdkv.layout.dtypes import KV_DTYPES, KvDtype, resolve_kv_dtype
-from pdkv.layout.groups import RankLayout, group_layers
+from pdkv.layout.dtypes import KvDtype, resolve_kv_dtype
+from pdkv.layout.groups import RankLayout, group_layers, layouts_of_stages
 from pdkv.layout.pages import check_tensor_parallel, kv_heads_per_rank, page_bytes, stage_layers
-from pdkv.layout.rules import VllmRules
+from pdkv.layout.specs import AttentionCache
 from pdkv.models.spec import LayerKind, LayerSpec, ModelSpec
 from pdkv.units import GIB
 
@@ -150,41 +150,6 @@ def test_bytes_per_token_of_llama_70b() -> None:
     assert round(per_token * 10**6 / GIB, 2) == 305.18
 
 
-@pytest.mark.parametrize(
-    ("value", "model_dtype", "name", "element_bytes"),
-    [
-        ("auto", "bfloat16", "bfloat16", 2),
-        ("auto", "float32", "float32", 4),
-        ("fp8", "bfloat16", "fp8", 1),
-        ("fp8_e5m2", "float16", "fp8_e5m2", 1),
-        ("bfloat16", "float32", "bfloat16", 2),
-    ],
-)
-def test_dense_dtypes(value: str, model_dtype: str, name: str, element_bytes: int) -> None:
-    assert resolve_kv_dtype(value, model_dtype) == KvDtype(name, element_bytes)
-
-
-def test_auto_follows_the_checkpoint_and_an_explicit_value_wins() -> None:
-    assert resolve_kv_dtype("auto", "bfloat16", "fp8").element_bytes == 1
-    assert resolve_kv_dtype("bfloat16", "bfloat16", "fp8").element_bytes == 2
-    with pytest.raises(ConfigError, match="as the checkpoint says"):
-        resolve_kv_dtype("auto", "bfloat16", "nvfp4")
-
-
-@pytest.mark.parametrize(
-    ("value", "says"), [("nvfp4", "not sized yet"), ("int8_per_token_head", "not sized yet"), ("fp7", "no such type")]
-)
-def test_other_dtypes_are_refused_with_the_list(value: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as raised:
-        resolve_kv_dtype(value, "bfloat16")
-    assert all(name in str(raised.value) for name in KV_DTYPES)
-
-
-def test_auto_of_an_unknown_model_dtype() -> None:
-    with pytest.raises(ConfigError, match="int8.*--dtype"):
-        resolve_kv_dtype("auto", "int8")
-
-
 def spec(heads: int, kv_heads: int) -> ModelSpec:
     layer = LayerSpec(LayerKind.FULL_ATTENTION, kv_heads, 64, 64)
     return ModelSpec(
@@ -213,9 +178,58 @@ def test_layers_of_different_sizes_share_one_group() -> None:
     mixed = group_layers((FULL, small), block_size=16, dtype=BF16)
     assert len(mixed.groups) == 1
     assert mixed.groups[0].page_bytes == (65536, 8192)
+    assert mixed.groups[0].kind is LayerKind.FULL_ATTENTION
     assert mixed.bytes_per_block == 65536 + 8192
 
 
-def test_unknown_rules() -> None:
-    with pytest.raises(ConfigError, match=r"0\.11"):
-        VllmRules("0.11")
+@pytest.mark.parametrize(
+    ("available", "length", "limit", "override", "says"),
+    [
+        ([1 << 30], 0, 64, None, "--max-model-len 0"),
+        ([1 << 30], -4, 64, None, "--max-model-len -4"),
+        ([1 << 30], 64, 0, None, "context length 0"),
+        ([1 << 30], 64, 64, 0, "--num-gpu-blocks-override 0"),
+        ([1 << 30, 1 << 30], 64, 64, None, "1 ranks and 2 amounts"),
+        ([], 64, 64, None, "1 ranks and 0 amounts"),
+    ],
+)
+def test_sizes_that_cannot_be(available: list[int], length: int, limit: int, override: int | None, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        size_pool([layout(2)], available, max_model_len=length, model_limit=limit, num_blocks_override=override)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [({"block_size": 0}, "block_size"), ({"kv_heads": -1}, "kv_heads"), ({"head_dim": 0}, "head_dim")],
+)
+def test_caches_that_cannot_be(changes: dict[str, int], says: str) -> None:
+    sizes = {"block_size": 16, "kv_heads": 8, "head_dim": 128} | changes
+    with pytest.raises(ConfigError, match=f"{says}.*must be at least 1"):
+        AttentionCache(kind=LayerKind.FULL_ATTENTION, head_dim_v=128, element="bfloat16", **sizes)
+
+
+def test_a_page_cannot_be_padded_to_less() -> None:
+    with pytest.raises(ConfigError, match="65536 bytes cannot be padded to 100"):
+        AttentionCache(
+            kind=LayerKind.FULL_ATTENTION,
+            block_size=16,
+            kv_heads=8,
+            head_dim=128,
+            head_dim_v=128,
+            element="bfloat16",
+            padded_page_bytes=100,
+        )
+
+
+def test_a_model_without_kv_has_the_null_block_alone() -> None:
+    capacity = size_pool(layouts_of_stages([{}]), [GIB], max_model_len=None, model_limit=512)
+    assert (capacity.num_blocks, capacity.usable_blocks, capacity.fits) == (1, 0, True)
+    assert (capacity.max_model_len, capacity.kv_cache_size_tokens) == (512, 0)
+
+
+def test_a_stage_without_kv_is_refused() -> None:
+    cache = AttentionCache(
+        kind=LayerKind.FULL_ATTENTION, block_size=16, kv_heads=8, head_dim=128, head_dim_v=128, element="bfloat16"
+    )
+    with pytest.raises(ConfigError, match="stage 1 holds no layer"):
+        size_pool(layouts_of_stages([{"a": cache}, {}]), [GIB, GIB], max_model_len=64, model_limit=64)

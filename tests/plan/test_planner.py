@@ -47,7 +47,17 @@ def test_the_whole_answer(llama_70b: PlannedModel) -> None:
             "fixed_bytes_per_request": 0,
             "bytes_per_block": 5242880,
             "block_size": 16,
-            "groups": [{"kind": "full_attention", "layers": 80, "block_size": 16, "page_bytes": 65536, "window": None}],
+            "groups": [
+                {
+                    "kind": "full_attention",
+                    "layers": 80,
+                    "block_size": 16,
+                    "page_bytes": 65536,
+                    "window": None,
+                    "bytes_per_block": 5242880,
+                    "blocks_per_max_len_request": 8192,
+                }
+            ],
             "dtype": "bfloat16",
         },
         "memory": {
@@ -149,7 +159,13 @@ def test_auto_dtype_halves_a_32_bit_checkpoint() -> None:
         ({"kv_cache_memory_bytes": GIB, "max_model_len": -3}, "--max-model-len -3"),
         ({"kv_cache_memory_bytes": GIB, "max_model_len": 8193}, "8193 is more than smollm2 was made for"),
         ({"kv_cache_memory_bytes": GIB, "dtype": "int4"}, "--dtype int4"),
-        ({"kv_cache_memory_bytes": GIB, "kv_cache_dtype": "nvfp4"}, "nvfp4 is not sized yet"),
+        ({"kv_cache_memory_bytes": GIB, "kv_cache_dtype": "nvfp5"}, "nvfp5: there is no such type|nvfp5 is not"),
+        ({"kv_cache_memory_bytes": GIB, "mamba_ssm_cache_dtype": "fp8"}, "--mamba-ssm-cache-dtype fp8"),
+        ({"kv_cache_memory_bytes": GIB, "max_num_batched_tokens": 0}, "--max-num-batched-tokens 0"),
+        ({"kv_cache_memory_bytes": GIB, "attention_backend": "nope"}, "nope: there is no such backend"),
+        ({"kv_cache_memory_bytes": GIB, "attention_backend": "CPU_ATTN", "block_size": 16}, "multiples of 32"),
+        ({"kv_cache_memory_bytes": GIB, "vllm_version": "0.99"}, "0.99 are not known"),
+        ({"kv_cache_memory_bytes": GIB, "decode_context_parallel_size": 2}, "must divide --tensor-parallel-size 1"),
         ({"kv_cache_memory_bytes": GIB, "tensor_parallel_size": 2}, "9 attention heads"),
         ({"kv_cache_memory_bytes": GIB, "pipeline_parallel_size": 31}, "30 layers"),
     ],
@@ -184,6 +200,13 @@ def test_unreadable_configs(tmp_path: Path, content: str, says: str) -> None:
         find_spec(str(path))
 
 
+def test_an_infinity_as_in_published_configs(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | {"time_step_limit": [0.0, float("inf")]}))
+    assert "Infinity" in path.read_text()
+    assert find_spec(str(path)).spec.num_layers == 80
+
+
 def test_unknown_models(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Qwen/Qwen3-8B: not a name in the catalogue \(smollm2\)"):
         find_spec("Qwen/Qwen3-8B")
@@ -192,7 +215,109 @@ def test_unknown_models(tmp_path: Path) -> None:
 
 
 def test_unsupported_models_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "mla.json"
-    path.write_text(json.dumps(CONFIG | {"kv_lora_rank": 512}))
-    with pytest.raises(UnsupportedModel, match="kv_lora_rank 512"):
+    path = tmp_path / "t5.json"
+    path.write_text(json.dumps(CONFIG | {"is_encoder_decoder": True}))
+    with pytest.raises(UnsupportedModel, match="t5: an encoder-decoder model"):
         find_spec(str(path))
+
+
+# -------------------------------------------------------------------------------------------------- other layer kinds
+
+
+def planned(tmp_path: Path, **changes: object) -> PlannedModel:
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps(CONFIG | changes))
+    return find_spec(str(path))
+
+
+def test_windows_take_a_fixed_part_of_every_request(tmp_path: Path) -> None:
+    types = ["sliding_attention", "sliding_attention", "full_attention"] * 10
+    model = planned(tmp_path, num_hidden_layers=30, layer_types=types, sliding_window=1024, head_dim=128)
+    report = make_plan(model, PlanOptions(kv_cache_memory_bytes=20 * GIB, max_model_len=32768))
+    assert report.capacity.kv_cache_size_tokens == 254_079  # the vector of spec kv-layout, section 7
+    assert [(group.kind, group.layers, group.window) for group in report.kv.groups] == [
+        ("sliding_window", 10, 1024),
+        ("sliding_window", 10, 1024),
+        ("full_attention", 10, None),
+    ]
+    assert report.kv.bytes_per_token == 10 * 8 * 256 * 2
+    window_blocks = -(-(1023 + 16384) // 16) + 1
+    assert report.kv.fixed_bytes_per_request == 2 * window_blocks * 655_360
+    one_step = PlanOptions(kv_cache_memory_bytes=20 * GIB, max_model_len=32768, max_num_batched_tokens=16384)
+    assert make_plan(model, one_step).capacity.kv_cache_size_tokens == 174_705
+    in_full = make_plan(
+        model,
+        PlanOptions(kv_cache_memory_bytes=20 * GIB, max_model_len=32768, disable_hybrid_kv_cache_manager=True),
+    )
+    assert (len(in_full.kv.groups), in_full.kv.fixed_bytes_per_request) == (1, 0)
+    assert in_full.capacity.num_blocks == 20 * GIB // (3 * 655_360)
+
+
+def test_padding_is_pointed_out(tmp_path: Path) -> None:
+    types = ["full_attention"] * 13 + ["sliding_attention"] * 12
+    model = planned(tmp_path, num_hidden_layers=25, layer_types=types, sliding_window=128, head_dim=128)
+    report = make_plan(model, PlanOptions(kv_cache_memory_bytes=20 * GIB, max_model_len=32768))
+    assert report.capacity.kv_cache_size_tokens == 268_078
+    assert any(
+        "13, 12 layers" in warning and "3.8% of a full pool is padding" in warning for warning in report.warnings
+    )
+
+
+def test_latents_gain_nothing_from_tensor_but_from_context_parallel_ranks(tmp_path: Path) -> None:
+    model = planned(tmp_path, model_type="deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64)
+    one = make_plan(model, PlanOptions(kv_cache_memory_bytes=20 * GIB))
+    eight = make_plan(model, PlanOptions(kv_cache_memory_bytes=20 * GIB, tensor_parallel_size=8))
+    assert one.capacity == eight.capacity
+    assert eight.kv.bytes_per_token_all_ranks == 8 * one.kv.bytes_per_token
+    assert any("adds no room for KV" in warning for warning in eight.warnings)
+    assert any("blocks of 64 tokens" in warning for warning in one.warnings)
+    advice = {entry.id: entry for entry in eight.advice}["decode-context-parallel-size"]
+    divided = make_plan(
+        model, PlanOptions(kv_cache_memory_bytes=20 * GIB, tensor_parallel_size=8, decode_context_parallel_size=8)
+    )
+    assert advice.effect.startswith(f"{divided.capacity.kv_cache_size_tokens} tokens")
+    assert divided.capacity.kv_cache_size_tokens == 8 * eight.capacity.kv_cache_size_tokens
+
+
+def test_states_and_the_block_size_they_ask_for(tmp_path: Path) -> None:
+    model = planned(
+        tmp_path, num_hidden_layers=8, full_attention_interval=4, head_dim=128, linear_num_value_heads=32,
+        linear_num_key_heads=16, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
+    )  # fmt: skip
+    report = make_plan(model, PlanOptions(kv_cache_memory_bytes=GIB, max_model_len=8192))
+    assert {group.kind for group in report.kv.groups} == {"mamba", "full_attention"}
+    assert report.kv.block_size == 272
+    # Three groups of two states, two blocks each while they are saved at block ends.
+    assert report.kv.fixed_bytes_per_request == 3 * 2 * report.kv.bytes_per_block
+    without = make_plan(model, PlanOptions(kv_cache_memory_bytes=GIB, max_model_len=8192, enable_prefix_caching=False))
+    assert without.kv.fixed_bytes_per_request == 3 * report.kv.bytes_per_block
+
+
+def test_layers_that_keep_their_type_are_named(llama_70b: PlannedModel) -> None:
+    options = PlanOptions(kv_cache_memory_bytes=20 * GIB, kv_cache_dtype="turboquant_3bit_nc", max_model_len=8192)
+    report = make_plan(llama_70b, options)
+    assert any("layers 0, 1, 78, 79 keep the model's own type" in warning for warning in report.warnings)
+    assert any("TURBOQUANT backend" in warning for warning in report.warnings)
+    assert report.kv.groups[0].bytes_per_block == 96 * 8 * (4 * 512 + 76 * 102)
+
+
+def test_a_checkpoint_in_8_bit_kv(tmp_path: Path) -> None:
+    model = planned(tmp_path, quantization_config={"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"})
+    report = make_plan(model, PlanOptions(kv_cache_memory_bytes=GIB, max_model_len=1024))
+    assert (report.kv.dtype, report.kv.bytes_per_token) == ("fp8_e4m3", 163_840)
+    assert any("asks for fp8_e4m3" in warning for warning in report.warnings)
+
+
+def test_rules_of_an_older_release(llama_70b: PlannedModel) -> None:
+    needed = 64 * 5242880
+    exact = PlanOptions(kv_cache_memory_bytes=needed, max_model_len=1024)
+    assert not make_plan(llama_70b, exact).capacity.fits
+    older = make_plan(llama_70b, replace(exact, vllm_version="0.19"))
+    assert (older.capacity.fits, older.rules) == (True, "0.19")
+
+
+def test_longrope_is_planned_at_the_length_it_is_served_at(tmp_path: Path) -> None:
+    model = planned(tmp_path, original_max_position_embeddings=4096, rope_scaling={"rope_type": "longrope"})
+    assert make_plan(model, PlanOptions(kv_cache_memory_bytes=GIB)).capacity.max_model_len == 4096
+    longer = PlanOptions(kv_cache_memory_bytes=100 * GIB, max_model_len=131072)
+    assert make_plan(model, longer).capacity.max_model_len == 131072

@@ -1,4 +1,8 @@
-"""Which release of vLLM the sizes agree with; its constants."""
+"""Which release of vLLM the sizes agree with: 0.32, recorded to the block, and what older releases did differently.
+
+The older rules serve to read logs of running deployments. They come from vLLM's public change history, named at each
+property, and from field logs (0.19); a change that was merged between two releases is put to the later one.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,35 @@ from dataclasses import dataclass
 
 from pdkv.errors import ConfigError
 
-KNOWN_VERSIONS = ("0.32",)
+OLDEST, NEWEST = (0, 10), (0, 32)
+
+
+def _parts(version: str) -> tuple[int, int]:
+    numbers = version.removeprefix("v").split(".")
+    return int(numbers[0]), int(numbers[1])
 
 
 @dataclass(frozen=True, slots=True)
 class VllmRules:
-    """Constants of a vLLM release. Raises ConfigError for a release whose rules are not known."""
+    """The rules of a vLLM release, ``major.minor`` (whatever follows is ignored).
+
+    Raises ConfigError for a release whose rules are not known.
+    """
 
     version: str = "0.32"
 
     def __post_init__(self) -> None:
-        if self.version not in KNOWN_VERSIONS:
-            raise ConfigError(f"the rules of vLLM {self.version} are not known; known: {', '.join(KNOWN_VERSIONS)}")
+        try:
+            known = OLDEST <= _parts(self.version) <= NEWEST
+        except (ValueError, IndexError):
+            known = False
+        if not known:
+            raise ConfigError(
+                f"the rules of vLLM {self.version} are not known; known are 0.{OLDEST[1]} to 0.{NEWEST[1]}"
+            )
+
+    def _since(self, version: str) -> bool:
+        return _parts(self.version) >= _parts(version)
 
     @property
     def default_block_size(self) -> int:
@@ -28,6 +49,44 @@ class VllmRules:
     def null_blocks(self) -> int:
         """Blocks of a pool that never hold KV: block 0 pads block tables."""
         return 1
+
+    @property
+    def group_size_stretch(self) -> float:
+        """Groups take the size of the largest kind of layer while that is below so many times the smallest.
+
+        1.5 since pull request 36684, 1.25 since 29303; before, groups always had the smallest kind's size.
+        """
+        if self._since("0.18"):
+            return 1.5
+        return 1.25 if self._since("0.12") else 1.0
+
+    @property
+    def joins_caches_that_merge(self) -> bool:
+        """Whether layers whose caches differ in a reconcilable way share a bucket (there in 0.27)."""
+        return self._since("0.27")
+
+    @property
+    def check_keeps_null_block(self) -> bool:
+        """Whether the fit check leaves out the null block: an exact fit is a block short (pull request 47272)."""
+        return self._since("0.26")
+
+    @property
+    def reserves_every_batch_in_flight(self) -> bool:
+        """Whether windows reserve a batch for every step in flight, rather than one (pull request 47728)."""
+        return self._since("0.26")
+
+    @property
+    def tokens_follow_concurrency(self) -> bool:
+        """Whether the reported tokens are concurrency times length (issue 40691).
+
+        Before, they were the blocks divided evenly among the groups, times the smallest block size.
+        """
+        return self._since("0.21")
+
+    @property
+    def subtracts_graph_estimate(self) -> bool:
+        """Whether estimated CUDA graphs are taken off the KV budget by default (spec memory-profile, section 11)."""
+        return self._since("0.21")
 
 
 DEFAULT_RULES = VllmRules()

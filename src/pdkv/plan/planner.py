@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from pdkv.errors import ConfigError
+from pdkv.layout.backends import default_backend
+from pdkv.layout.build import BuiltCaches, stage_caches
 from pdkv.layout.capacity import Capacity, size_pool
-from pdkv.layout.dtypes import MODEL_DTYPES, KvDtype, resolve_kv_dtype
-from pdkv.layout.groups import RankLayout, group_layers
-from pdkv.layout.pages import check_tensor_parallel, stage_layers
-from pdkv.layout.rules import DEFAULT_RULES
-from pdkv.models.spec import ModelSpec
+from pdkv.layout.dtypes import MODEL_DTYPES
+from pdkv.layout.groups import Group, RankLayout, layouts_of_stages
+from pdkv.layout.specs import FULL_LIKE, AttentionCache
+from pdkv.models.spec import LayerKind, ModelSpec
+from pdkv.plan.options import PlanOptions
 from pdkv.plan.report import (
     Advice,
     CapacityFacts,
@@ -25,27 +28,24 @@ from pdkv.plan.report import (
 from pdkv.plan.source import PlannedModel
 from pdkv.units import format_bytes
 
+__all__ = ["PlanOptions", "make_plan"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """What vLLM would be told; names and defaults are its own. ``None`` is "not set". Raises ConfigError when wrong."""
+# Longer than any window, chunk or batch: what a request holds beyond its per-token share has settled.
+_LONG_CONTEXT = 1 << 60
 
-    kv_cache_memory_bytes: int | None = None
-    num_gpu_blocks_override: int | None = None
-    block_size: int = DEFAULT_RULES.default_block_size
-    max_model_len: int | Literal["auto"] | None = None
-    dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int) and value < 1:
-                raise ConfigError(f"--{field.name.replace('_', '-')} {value}: must be at least 1")
-        if self.dtype not in ("auto", *MODEL_DTYPES):
-            raise ConfigError(f"--dtype {self.dtype}: there are auto, {', '.join(MODEL_DTYPES)}")
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """A model under one set of options."""
+
+    options: PlanOptions
+    built: BuiltCaches
+    layouts: tuple[RankLayout, ...]
+    capacity: Capacity
+
+    @property
+    def bottleneck(self) -> RankLayout:
+        return self.layouts[self.capacity.bottleneck]
 
 
 def make_plan(model: PlannedModel, options: PlanOptions) -> PlanReport:
@@ -60,19 +60,16 @@ def make_plan(model: PlannedModel, options: PlanOptions) -> PlanReport:
             "its own as 'Available KV cache memory') or --num-gpu-blocks-override"
         )
     spec = model.spec
-    model_dtype = _model_dtype(spec, options)
-    dtype = resolve_kv_dtype(options.kv_cache_dtype, model_dtype, spec.kv_dtype)
-    layouts = _layouts(spec, options, dtype)
-    capacity = _capacity(spec, options, layouts)
-    bottleneck = layouts[capacity.bottleneck]
+    sized = _size(spec, options)
+    capacity = sized.capacity
     return PlanReport(
         model=ModelFacts(
             name=spec.name,
-            layers=len(spec.layers),
+            layers=_decoder_layers(layer.name for layer in spec.layers),
             params=model.params,
-            weights_bytes=None if model.params is None else model.params * MODEL_DTYPES[model_dtype],
+            weights_bytes=None if model.params is None else model.params * MODEL_DTYPES[options.model_dtype(spec)],
         ),
-        kv=_kv_facts(bottleneck, layouts, options, dtype),
+        kv=_kv_facts(sized),
         memory=MemoryFacts(available_kv_bytes=capacity.available_bytes, basis="given"),
         capacity=CapacityFacts(
             num_blocks=capacity.num_blocks,
@@ -84,93 +81,121 @@ def make_plan(model: PlannedModel, options: PlanOptions) -> PlanReport:
             estimated_max_model_len=capacity.estimated_max_model_len,
             fits=capacity.fits,
         ),
-        ranks=_ranks(layouts, capacity, options),
-        rules=DEFAULT_RULES.version,
-        advice=_advice(spec, options, capacity, dtype),
-        warnings=_warnings(spec, options, capacity, dtype),
+        ranks=_ranks(sized),
+        rules=options.rules.version,
+        advice=_advice(spec, sized),
+        warnings=_warnings(spec, sized),
     )
 
 
-def _model_dtype(spec: ModelSpec, options: PlanOptions) -> str:
-    """The type the model computes in. As in vLLM, auto halves a 32-bit checkpoint (and one that does not say)."""
-    if options.dtype != "auto":
-        return options.dtype
-    return "bfloat16" if spec.dtype in (None, "float32") else spec.dtype
-
-
-def _layouts(spec: ModelSpec, options: PlanOptions, dtype: KvDtype) -> tuple[RankLayout, ...]:
-    """One layout per pipeline stage; the tensor-parallel ranks of a stage are alike."""
-    check_tensor_parallel(spec, options.tensor_parallel_size)
-    return tuple(
-        group_layers(
-            spec.layers[stage.start : stage.stop],
-            first=stage.start,
-            block_size=options.block_size,
-            dtype=dtype,
-            tensor_parallel=options.tensor_parallel_size,
-        )
-        for stage in stage_layers(len(spec.layers), options.pipeline_parallel_size)
+def _size(spec: ModelSpec, options: PlanOptions) -> _Sized:
+    built = stage_caches(spec, options.settings(spec))
+    layouts = layouts_of_stages(
+        built.stages,
+        layout=built.layout,
+        limits=options.limits,
+        hybrid_manager=not options.disable_hybrid_kv_cache_manager,
+        rules=options.rules,
     )
-
-
-def _capacity(spec: ModelSpec, options: PlanOptions, layouts: tuple[RankLayout, ...]) -> Capacity:
-    length = options.max_model_len if isinstance(options.max_model_len, int) else spec.max_model_len
-    if length > spec.max_model_len:
-        raise ConfigError(
-            f"--max-model-len {length} is more than {spec.name} was made for ({spec.max_model_len} tokens, by its "
-            "config.json); lower it"
-        )
     # Bytes are only absent when the number of blocks is given, and then they are not looked at.
     available = options.kv_cache_memory_bytes or 0
-    return size_pool(
+    length = options.length(spec)
+    capacity = size_pool(
         layouts,
         [available] * len(layouts),
         max_model_len=None if options.max_model_len == "auto" else length,
-        model_limit=spec.max_model_len,
+        model_limit=length,
         num_blocks_override=options.num_gpu_blocks_override,
+        rules=options.rules,
     )
+    return _Sized(options, built, layouts, capacity)
 
 
-def _kv_facts(bottleneck: RankLayout, layouts: tuple[RankLayout, ...], options: PlanOptions, dtype: KvDtype) -> KvFacts:
-    per_token = [layout.bytes_per_block // options.block_size for layout in layouts]
+def _decoder_layers(names: Iterable[str]) -> int:
+    """Decoder layers among the names of caches (``layers.N.part``)."""
+    return len({name.split(".")[1] for name in names})
+
+
+# ----------------------------------------------------------------------------------------------------------- the facts
+
+
+def _kv_facts(sized: _Sized) -> KvFacts:
+    bottleneck, ranks = sized.bottleneck, sized.options.tensor_parallel_size
     return KvFacts(
-        bytes_per_token=bottleneck.bytes_per_block // options.block_size,
-        bytes_per_token_all_ranks=sum(per_token) * options.tensor_parallel_size,
-        fixed_bytes_per_request=0,
+        bytes_per_token=_whole(_bytes_per_token(bottleneck)),
+        bytes_per_token_all_ranks=_whole(sum((_bytes_per_token(rank) for rank in sized.layouts), Fraction()) * ranks),
+        fixed_bytes_per_request=_fixed_bytes(bottleneck),
         bytes_per_block=bottleneck.bytes_per_block,
-        block_size=options.block_size,
-        groups=tuple(
-            GroupFacts(
-                kind=group.kind.value,
-                layers=len(group.layers),
-                block_size=group.block_size,
-                page_bytes=group.page_bytes[0],
-                window=None,
-            )
-            for group in bottleneck.groups
-        ),
-        dtype=dtype.name,
+        block_size=min((group.block_size for group in bottleneck.groups), default=sized.built.block_size),
+        groups=tuple(_group_facts(group, bottleneck, sized.capacity.max_model_len) for group in bottleneck.groups),
+        dtype=sized.built.dtype.name,
     )
 
 
-def _ranks(layouts: tuple[RankLayout, ...], capacity: Capacity, options: PlanOptions) -> tuple[RankFacts, ...]:
-    size = options.tensor_parallel_size
+def _growing(rank: RankLayout) -> list[Group]:
+    """Groups whose blocks grow with a request for ever."""
+    return [group for group in rank.groups if group.cache.kind in FULL_LIKE]
+
+
+def _bytes_per_token(rank: RankLayout) -> Fraction:
+    """Bytes that one more token takes in the long run, padding included. Fewer blocks are needed under DCP."""
+    return sum(
+        (
+            Fraction(rank.bytes_per_block, group.block_size * rank.limits.decode_context_parallel)
+            for group in _growing(rank)
+        ),
+        Fraction(),
+    )
+
+
+def _fixed_bytes(rank: RankLayout) -> int:
+    """Bytes that a long request holds whatever its length: windows, chunks and states at their largest."""
+    growing = _growing(rank)
+    fixed = [group.blocks_for(_LONG_CONTEXT, rank.limits) for group in rank.groups if group not in growing]
+    return sum(fixed) * rank.bytes_per_block
+
+
+def _whole(value: Fraction) -> int:
+    return -(-value.numerator // value.denominator)
+
+
+def _group_facts(group: Group, rank: RankLayout, length: int) -> GroupFacts:
+    cache = group.cache
+    windowed = isinstance(cache, AttentionCache) and cache.kind not in FULL_LIKE
+    kind = group.kind
+    return GroupFacts(
+        kind="unknown" if kind is None else kind.value,
+        layers=len(group.layers),
+        block_size=group.block_size,
+        page_bytes=max(group.page_bytes, default=0),
+        window=cache.reach_tokens if windowed and isinstance(cache, AttentionCache) else None,
+        bytes_per_block=group.bytes_per_block,
+        blocks_per_max_len_request=group.blocks_for(length, rank.limits),
+    )
+
+
+def _ranks(sized: _Sized) -> tuple[RankFacts, ...]:
+    size = sized.options.tensor_parallel_size
     return tuple(
         RankFacts(
             rank=stage * size + rank,
             pipeline_stage=stage,
-            layers=sum(len(group.layers) for group in layout.groups),
+            layers=_decoder_layers(name for group in layout.groups for name in group.layers),
             bytes_per_block=layout.bytes_per_block,
-            available_kv_bytes=capacity.available_per_rank[stage],
-            num_blocks=capacity.blocks_per_rank[stage],
+            available_kv_bytes=sized.capacity.available_per_rank[stage],
+            num_blocks=sized.capacity.blocks_per_rank[stage],
         )
-        for stage, layout in enumerate(layouts)
+        for stage, layout in enumerate(sized.layouts)
         for rank in range(size)
     )
 
 
-def _advice(spec: ModelSpec, options: PlanOptions, capacity: Capacity, dtype: KvDtype) -> tuple[Advice, ...]:
+# ----------------------------------------------------------------------------------------------- advice and warnings
+
+
+def _advice(spec: ModelSpec, sized: _Sized) -> tuple[Advice, ...]:
     found = []
+    capacity = sized.capacity
     if not capacity.fits:
         if capacity.estimated_max_model_len > 0:
             longest = capacity.estimated_max_model_len
@@ -187,34 +212,85 @@ def _advice(spec: ModelSpec, options: PlanOptions, capacity: Capacity, dtype: Kv
                 f"one request of {capacity.max_model_len} tokens fits",
             )
         )
-    if dtype.element_bytes > 1 and options.num_gpu_blocks_override is None:
-        with_fp8 = _capacity(spec, options, _layouts(spec, options, resolve_kv_dtype("fp8", dtype.name)))
-        found.append(
-            Advice(
-                "kv-cache-dtype",
-                "store KV in 8 bits: --kv-cache-dtype fp8",
-                f"{with_fp8.kv_cache_size_tokens} tokens instead of {capacity.kv_cache_size_tokens}",
-            )
+    options = sized.options
+    if sized.built.dtype.element_bytes > 1:
+        found += _what_if(
+            spec,
+            sized,
+            replace(options, kv_cache_dtype="fp8"),
+            "kv-cache-dtype",
+            "store KV in 8 bits: --kv-cache-dtype fp8",
+        )
+    size = options.tensor_parallel_size
+    if any(layer.kind is LayerKind.MLA for layer in spec.layers) and size > 1 == options.decode_context_parallel_size:
+        found += _what_if(
+            spec,
+            sized,
+            replace(options, decode_context_parallel_size=size),
+            "decode-context-parallel-size",
+            f"divide the latents by tokens, rather than keep {size} copies: --decode-context-parallel-size {size}",
         )
     return tuple(found)
 
 
-def _warnings(spec: ModelSpec, options: PlanOptions, capacity: Capacity, dtype: KvDtype) -> tuple[str, ...]:
-    found = []
+def _what_if(spec: ModelSpec, sized: _Sized, options: PlanOptions, which: str, text: str) -> list[Advice]:
+    """Advice to change to ``options``, with what that gives; none when it is not possible or no better."""
+    if options.num_gpu_blocks_override is not None:
+        return []
+    try:
+        other = _size(spec, options).capacity
+    except ConfigError:
+        return []
+    now = sized.capacity.kv_cache_size_tokens
+    if other.kv_cache_size_tokens <= now:
+        return []
+    return [Advice(which, text, f"{other.kv_cache_size_tokens} tokens instead of {now}")]
+
+
+def _warnings(spec: ModelSpec, sized: _Sized) -> tuple[str, ...]:
+    options, built = sized.options, sized.built
+    found = list(spec.warnings)
     if options.num_gpu_blocks_override is not None and options.kv_cache_memory_bytes is not None:
         found.append("--num-gpu-blocks-override decides the number of blocks; --kv-cache-memory-bytes was not used")
     if options.dtype == "auto" and spec.dtype in (None, "float32"):
         said = "does not say its type" if spec.dtype is None else "is in float32"
         found.append(f"the checkpoint {said}; vLLM's --dtype auto serves it in bfloat16")
     if options.kv_cache_dtype == "auto" and spec.kv_dtype is not None:
-        found.append(f"the checkpoint asks for {dtype.name} KV, and --kv-cache-dtype auto follows it")
-    smallest = min(layer.kv_heads for layer in spec.layers)
-    if options.tensor_parallel_size > smallest:
-        copies = options.tensor_parallel_size // smallest
-        found.append(
-            f"{spec.name} has {smallest} KV heads: --tensor-parallel-size {options.tensor_parallel_size} keeps "
-            f"{copies} copies of each, and more ranks add no room for KV"
-        )
-    if max(capacity.blocks_per_rank) > capacity.num_blocks:
+        found.append(f"the checkpoint asks for {built.dtype.name} KV, and --kv-cache-dtype auto follows it")
+    if options.attention_backend is None and built.backend is not default_backend(spec, "auto"):
+        found.append(f"{built.dtype.name} KV needs the {built.backend.name} backend; the numbers are for it")
+    if built.block_size != (options.block_size or options.rules.default_block_size):
+        found.append(f"{built.backend.name} and the layers of this model make blocks of {built.block_size} tokens")
+    if skipped := set(options.skip_layers(spec)) - set(options.kv_cache_dtype_skip_layers):
+        found.append(f"layers {', '.join(sorted(skipped, key=int))} keep the model's own type, as under vllm serve")
+    found += _replication(spec, options)
+    found += _padding(sized.bottleneck)
+    if max(sized.capacity.blocks_per_rank) > sized.capacity.num_blocks:
         found.append("pipeline stages differ in size: all are cut to the smallest number of blocks")
     return tuple(found)
+
+
+def _replication(spec: ModelSpec, options: PlanOptions) -> list[str]:
+    size = options.tensor_parallel_size
+    divided = [layer.kv_heads for layer in spec.layers if layer.kv_heads and not layer.replicated]
+    if divided and size > min(divided):
+        smallest = min(divided)
+        return [
+            f"{spec.name} has {smallest} KV heads: --tensor-parallel-size {size} keeps {size // smallest} copies of "
+            "each, and more ranks add no room for KV"
+        ]
+    if size > 1 and not divided and spec.has(LayerKind.MLA):
+        return [f"latents are whole on every rank: --tensor-parallel-size {size} adds no room for KV"]
+    return []
+
+
+def _padding(rank: RankLayout) -> list[str]:
+    """Layers that groups are padded with, on the bottleneck rank."""
+    if len(rank.groups) < 2 or not rank.bytes_per_block:
+        return []
+    used = sum(group.bytes_per_block for group in rank.groups)
+    share = 1 - used / (rank.bytes_per_block * len(rank.groups))
+    if share < 0.005:
+        return []
+    counts = ", ".join(str(len(group.layers)) for group in rank.groups)
+    return [f"groups of {counts} layers share blocks of one size: {share:.1%} of a full pool is padding"]

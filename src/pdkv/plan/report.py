@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """``layers`` counts layers that own KV; ``params`` and ``weights_bytes`` (whole model) where they are known."""
+    """``layers`` are decoder layers that own KV; ``params`` and ``weights_bytes`` (whole model) where known."""
 
     name: str
     layers: int
@@ -20,18 +20,28 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFacts:
-    """``page_bytes``: one layer, one block, one rank. ``window`` in tokens, null for full attention."""
+    """Caches that share block tables, on the bottleneck rank.
+
+    ``layers`` counts its caches, ``page_bytes`` is one cache, one block, one rank (the largest, where they differ);
+    ``bytes_per_block`` are all of them without padding. ``window`` (or chunk) in tokens, null where there is none.
+    """
 
     kind: str
     layers: int
     block_size: int
     page_bytes: int
     window: int | None
+    bytes_per_block: int
+    blocks_per_max_len_request: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvFacts:
-    """``bytes_per_token`` is marginal, at long context, on the bottleneck rank; replicas count in ``_all_ranks``."""
+    """``bytes_per_token`` is marginal, at long context, on the bottleneck rank; replicas count in ``_all_ranks``.
+
+    ``fixed_bytes_per_request`` are what windows, chunks and states take of a long request, whatever its length.
+    ``block_size`` is the smallest of the groups', in tokens on one rank.
+    """
 
     bytes_per_token: int
     bytes_per_token_all_ranks: int

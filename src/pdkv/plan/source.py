@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 from pdkv.errors import ConfigError
 from pdkv.models.catalog import catalog, find_model
@@ -38,10 +37,11 @@ def find_spec(ref: str) -> PlannedModel:
             "model directory, or the path of a config.json (the model's page on the hub has it)"
         )
     try:
-        config = msgspec.json.decode(config_path.read_bytes())
+        # Python's reader, as transformers': published configs have an Infinity here and there.
+        config = json.loads(config_path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {config_path}: {error.strerror or error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{config_path} is not valid JSON ({error}); give a model's config.json") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{config_path} holds no JSON object; give a model's config.json")
