@@ -82,11 +82,6 @@ class EngineConfig:
         return min(self.max_model_len, (self.num_blocks - 1) * self.block_size + 1)
 
     @property
-    def heartbeat_ns(self) -> int:
-        """Interval between two heartbeats of a lease: a sixth of it (vLLM: 30 s -> 5 s)."""
-        return self.lease_ns // 6
-
-    @property
     def lease_extension_ns(self) -> int:
         """How far a heartbeat moves the deadline from its arrival: two thirds of the lease (30 s -> 20 s)."""
         return self.lease_ns * 2 // 3

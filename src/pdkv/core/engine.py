@@ -174,11 +174,6 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------------------- looking
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a step now could do anything without new input."""
-        return bool(self.scheduler.running or self.scheduler.waiting or self.scheduler.holding)
-
     def next_deadline_ns(self) -> int | None:
         """When the engine must be stepped again at the latest, for a lease, a load or a fence."""
         times = (self.producer.next_deadline_ns(), self.consumer.next_deadline_ns())

@@ -49,9 +49,10 @@ class GivenUp:
     blocks: int
     deadline_ns: int
 
-    def key(self, handle: int) -> str:
-        """Owner of the blocks in the manager."""
-        return f"read:{handle}"
+
+def _owner(handle: int) -> str:
+    """Who owns the blocks of a READ that was given up, in the manager."""
+    return f"read:{handle}"
 
 
 class Consumer:
@@ -167,7 +168,7 @@ class Consumer:
         self._fail(load, cause)
         given_up = GivenUp(request.request_id, len(load.local), self._journal.now_ns + self._config.fence_timeout_ns)
         self._given_up[load.handle] = given_up
-        key = given_up.key(load.handle)
+        key = _owner(load.handle)
         self._manager.release_head(request.request_id, load.first)
         self._manager.rename(request.request_id, key)
         shown = given_up.deadline_ns if self._config.transfer.bounded_waits else None
@@ -205,7 +206,7 @@ class Consumer:
         for handle, given_up in self._given_up.items():
             given_up.deadline_ns = fence_ns
             if self._config.transfer.bounded_waits:
-                self._manager.set_deadline(given_up.key(handle), fence_ns)
+                self._manager.set_deadline(_owner(handle), fence_ns)
 
     # ------------------------------------------------------------------------------------------------- deadlines
 
@@ -260,11 +261,6 @@ class Consumer:
             by_peer.setdefault(source.peer, []).append(source.token)
         return tuple(Keepalive(peer, tuple(tokens)) for peer, tokens in by_peer.items())
 
-    @property
-    def busy(self) -> bool:
-        """Whether any transfer or fence is outstanding."""
-        return bool(self._loads or self._given_up or self._wanted)
-
     # ---------------------------------------------------------------------------------------------------- helpers
 
     def _judge(self, load: Load, report: ReadEnded) -> str | None:
@@ -284,7 +280,7 @@ class Consumer:
 
     def _fence(self, handle: int) -> None:
         given_up = self._given_up.pop(handle)
-        self._manager.release(given_up.key(handle))
+        self._manager.release(_owner(handle))
         self._journal.emit(
             Fenced(
                 request_id=given_up.request_id,
