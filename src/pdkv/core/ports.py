@@ -155,8 +155,10 @@ class Batch:
     ``tokens`` int32[sum(num_scheduled)] are the rows' input tokens, flattened. Where ``pending[i]``, the last of row
     i's tokens is not known yet: it is the one that a still outstanding plan samples for that request, and the executor
     puts it in (asynchronous scheduling). ``block_tables`` int32[n, width] hold at least the blocks of
-    ``num_computed + num_scheduled`` tokens, padded with 0, the null block. ``samples[i]``: row i ends at the last known
-    token, so a next token is sampled.
+    ``num_computed + num_scheduled`` tokens, padded with 0, the null block. ``group_tables`` are those of every group of
+    layers, ``block_tables`` the first of them; a null block stands where no later token looks. ``copies`` int32[m, 2]:
+    before anything else, block ``[i, 0]`` is copied to block ``[i, 1]`` (copy on write). ``samples[i]``: row i ends at
+    the last known token, so a next token is sampled.
     """
 
     request_ids: tuple[str, ...]
@@ -166,6 +168,8 @@ class Batch:
     pending: BoolArray
     block_tables: Int32Array
     samples: BoolArray
+    group_tables: tuple[Int32Array, ...] = ()
+    copies: Int32Array = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
 
     def __len__(self) -> int:
         return len(self.request_ids)

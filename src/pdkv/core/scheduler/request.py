@@ -35,10 +35,12 @@ class Request:
     """A request's tokens and progress.
 
     ``num_computed`` counts tokens whose KV is written or will be by a plan already handed out; ``placeholders`` counts
-    tokens that outstanding plans will sample; ``last_step`` is the newest plan that uses its blocks.
+    tokens that outstanding plans will sample; ``last_step`` is the newest plan that uses its blocks;
+    ``in_flight_tokens`` are those that outstanding plans compute. ``hashes`` are one per ``hash_tokens`` tokens.
+    ``shared_boundary`` is where the prefix ends that others share and not every group has kept (`Hit.boundary`).
     """
 
-    def __init__(self, new: NewRequest, *, arrival_ns: int, sequence: int, block_size: int) -> None:
+    def __init__(self, new: NewRequest, *, arrival_ns: int, sequence: int, hash_tokens: int) -> None:
         self.new = new
         self.request_id = new.request_id
         self.arrival_ns = arrival_ns
@@ -50,13 +52,15 @@ class Request:
         self.num_tokens = self.num_prompt
         self.num_computed = 0
         self.placeholders = 0
+        self.in_flight_tokens = 0
+        self.shared_boundary = 0
         self.last_step: int | None = None
         self.num_preemptions = 0
         self.cached_tokens = 0
         self.hashes: list[bytes] = []
         self.source: RemoteSource | None = new.source
         self.wait_cause = "queued"
-        self._block_size = block_size
+        self._hash_tokens = hash_tokens
 
     @property
     def tokens(self) -> Int32Array:
@@ -89,9 +93,9 @@ class Request:
         self.num_tokens = end
 
     def extend_hashes(self, function: HashFunction) -> None:
-        """Hash the blocks that have become full since the last call."""
-        if self.num_tokens // self._block_size > len(self.hashes):
-            extend_hashes(self.hashes, self.tokens, self._block_size, function, self.new.cache_salt)
+        """Hash the units that have become full since the last call."""
+        if self.num_tokens // self._hash_tokens > len(self.hashes):
+            extend_hashes(self.hashes, self.tokens, self._hash_tokens, function, self.new.cache_salt)
 
     def ended_by(self, token: int, max_tokens: int) -> FinishReason | None:
         """Whether the request ends with ``token``, just appended; it has at most ``max_tokens`` with its prompt."""
