@@ -67,16 +67,17 @@ def group_of(facts: Row) -> Group:
 def replay_schedule(row: Row) -> None:
     """One row of sched_traces: every step's batch, preemptions, blocks, queue lengths and frees."""
     config = row["config"]
-    groups = tuple(
-        group_of({"block_size": config["block_size"], **config, "kind": kind}) for kind in config.get("kinds", ["full"])
-    )
+    kinds = config.get("groups") or [
+        {"block_size": config["block_size"], **config, "kind": kind} for kind in config.get("kinds", ["full"])
+    ]
     if config.get("async_scheduling"):
         raise NotBuilt("asynchronous scheduling")
     engine = Engine(
         EngineConfig(
             num_blocks=config["num_blocks"],
             block_size=config["block_size"],
-            groups=groups,
+            groups=tuple(group_of(kind) for kind in kinds),
+            prefix_match_unit=config.get("hash_block_size"),
             prefix_cache_retention_interval=config.get("prefix_cache_retention_interval"),
             max_model_len=config["max_model_len"],
             max_num_seqs=config["max_num_seqs"],
@@ -128,6 +129,8 @@ def replay_step(engine: Engine, row: Row, step: Row, where: str) -> None:
             held = engine.manager.blocks_of(entry["id"], group).tolist()
             ours = held if entry["resumed"] else held[len(held) - len(new) :]
             expect(f"{where} {entry['id']} new blocks of group {group}", ours, new)
+    if "copies" in step:
+        expect(f"{where} copies", batch.copies.tolist(), step["copies"])
     running = [request.request_id for request in engine.scheduler.running]
     expect(f"{where} running", running, step["running"])
     expect(f"{where} waiting", len(engine.scheduler.waiting) + len(engine.scheduler.holding), step["num_waiting"])

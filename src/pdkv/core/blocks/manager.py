@@ -62,7 +62,7 @@ class KVCacheManager:
         self._nothing = no_hit(len(groups))
         self._holders: dict[str, Holder] = {}
         self.max_request_tokens = self._most_tokens()
-        self._copies: list[tuple[str, int, int]] = []  # (owner key, source, target) for the plan being made
+        self._copies: list[tuple[int, str, int, int]] = []  # (group, owner key, source, target) for the next plan
         self._num_copies = 0
 
     def _most_tokens(self) -> int:
@@ -217,20 +217,20 @@ class KVCacheManager:
 
     def _own_copies(self, request_id: str) -> None:
         """Both ends of a copy get an owner of their own, for the request may lose its blocks before the copy runs."""
-        for source, target in self.pool.copies:
+        for group, source, target in self.pool.copies:
             key = f"copy:{self._num_copies}"
             self._num_copies += 1
             hold = GroupHold()
             hold.table.extend(np.asarray([source, target], dtype=np.int32))
             self._holders[key] = Holder(request_id, Account.RUNNING, "copied by the next plan", self.now_ns, (hold,))
-            self._copies.append((key, source, target))
+            self._copies.append((group, key, source, target))
         self.pool.copies.clear()
 
     def take_copies(self) -> tuple[Int32Array, list[str]]:
         """int32[n, 2] (source, target) that the plan being made must copy first, and the owners to release after it."""
-        copies, self._copies = self._copies, []
-        pairs = np.asarray([copy[1:] for copy in copies], dtype=np.int32).reshape(-1, 2)
-        return pairs, [key for key, _, _ in copies]
+        copies, self._copies = sorted(self._copies, key=lambda copy: copy[0]), []
+        pairs = np.asarray([copy[2:] for copy in copies], dtype=np.int32).reshape(-1, 2)
+        return pairs, [copy[1] for copy in copies]
 
     # --------------------------------------------------------------------------------------- changing hands, ending
 

@@ -23,7 +23,9 @@ class BlockPool:
         self.enable_caching = enable_caching
         self.ledger = Ledger(num_blocks)
         self.indexes: tuple[PrefixIndex, ...] = tuple(DictPrefixIndex(num_blocks) for _ in range(num_groups))
-        self.copies: list[tuple[int, int]] = []  # (source, target) pinned for the next plan, not yet handed to it
+        self.copies: list[
+            tuple[int, int, int]
+        ] = []  # (group, source, target) pinned for the next plan, not yet handed to it
         self._group = np.zeros(num_blocks, dtype=np.uint8)  # of hashed blocks: whose content it is
         self._covered = np.zeros(num_blocks, dtype=np.int32)  # of hashed blocks: tokens up to the end of the content
         self._queue = FreeQueue(np.arange(1, num_blocks, dtype=np.int32), num_blocks)
@@ -114,10 +116,10 @@ class BlockPool:
         self.ledger.set_hashed(blocks[:1], False)
         self.ledger.set_hashed(blocks[1:], True)
 
-    def pin_copy(self, source: int, target: int) -> None:
+    def pin_copy(self, group: int, source: int, target: int) -> None:
         """The next plan copies ``source`` to ``target`` before it computes: neither may go until that has run."""
         self.ledger.hold(np.asarray([source, target], dtype=np.int32), Account.RUNNING)
-        self.copies.append((source, target))
+        self.copies.append((group, source, target))
 
     def give_up(self, block: int, account: Account) -> None:
         """One holder fewer of a block that others hold too (so it does not become free)."""

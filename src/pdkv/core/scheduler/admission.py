@@ -42,10 +42,12 @@ class Admitter:
         self._producer = producer
         self._consumer = consumer
 
-    def admit(self, request: Request, budget: int, running: list[Request], holding: Iterable[Request]) -> Admission:
-        """Try ``request`` with ``budget`` tokens left in this step."""
+    def admit(
+        self, request: Request, budget: int, running: list[Request], holding: Iterable[Request], *, alone: bool
+    ) -> Admission:
+        """Try ``request`` with ``budget`` tokens left in this step; ``alone``: there was no other when it began."""
         if request.status is Status.LOADED:
-            return self._compute(request, budget, running, hit=None)
+            return self._compute(request, budget, running, hit=None, alone=alone)
         if request.new.produce and not self._may_produce(request, running):
             request.wait_cause = "leases pin their share of the pool (--max-leased-fraction)"
             return Admission(Verdict.SKIP)
@@ -53,7 +55,7 @@ class Admitter:
         request.shared_boundary = hit.boundary
         external = self._consumer.external_tokens(request, hit.tokens)
         if external == 0:
-            return self._compute(request, budget, running, hit=hit)
+            return self._compute(request, budget, running, hit=hit, alone=alone)
         return self._load(request, hit, external, running, holding)
 
     def _load(
@@ -78,10 +80,12 @@ class Admitter:
             return Admission(Verdict.STOP)
         return Admission(Verdict.LOAD, 0, hit.tokens, external)
 
-    def _compute(self, request: Request, budget: int, running: list[Request], hit: Hit | None) -> Admission:
+    def _compute(
+        self, request: Request, budget: int, running: list[Request], *, hit: Hit | None, alone: bool
+    ) -> Admission:
         local = hit.tokens if hit else 0
         tokens = request.num_tokens - request.num_computed - local
-        tokens = cap_chunk(tokens, self._config, only_one=not running)
+        tokens = cap_chunk(tokens, self._config, alone=alone)
         if tokens > budget and not self._config.enable_chunked_prefill:
             request.wait_cause = "its whole prompt does not fit this step's token budget"
             return Admission(Verdict.STOP)
@@ -112,10 +116,10 @@ class Admitter:
         return sum(self._manager.blocks_missing(request) for request in (*under_way, *holding))
 
 
-def cap_chunk(tokens: int, config: EngineConfig, *, only_one: bool) -> int:
+def cap_chunk(tokens: int, config: EngineConfig, *, alone: bool) -> int:
     """``tokens`` cut to the long-prefill threshold, which does not bind a request that is alone."""
     threshold = config.long_prefill_token_threshold
-    return tokens if threshold <= 0 or only_one else min(tokens, threshold)
+    return tokens if threshold <= 0 or alone else min(tokens, threshold)
 
 
 def align_chunk(request: Request, tokens: int, config: EngineConfig, *, start: int) -> int:

@@ -55,6 +55,7 @@ class Scheduler:
         self.blocked_by: Request | None = None  # all that keeps the others out: it did not fit, and nothing ended since
         self.owes_a_step = False  # the last step preempted, so nobody was admitted: the next one may, without any news
         self._deferred: deque[tuple[int, str]] = deque()  # (fence step, owner key)
+        self._alone = False  # one request at most when this step began: nobody to leave a part of the budget to
         self._max_tokens = manager.max_request_tokens
 
     # --------------------------------------------------------------------------------------------------- one step
@@ -70,6 +71,7 @@ class Scheduler:
         """Rows of plan ``step_id``, in vLLM's order; their blocks are allocated."""
         chosen: dict[Request, int] = {}
         self._manager.new_step()
+        self._alone = len(self.running) + len(self.waiting) + len(self.holding) <= 1
         budget, preempted = self._schedule_running(chosen, self._config.max_num_batched_tokens)
         self.blocked_by = None
         self.owes_a_step = preempted
@@ -112,7 +114,7 @@ class Scheduler:
         if request.placeholders and (request.new.produce or request.tokens_left(self._max_tokens) <= 0):
             return 0
         tokens = request.num_tokens + request.placeholders - request.num_computed
-        tokens = cap_chunk(tokens, self._config, only_one=len(self.running) == 1 and not self.waiting)
+        tokens = cap_chunk(tokens, self._config, alone=self._alone)
         return min(tokens, self._max_tokens - 1 - request.num_computed)
 
     def _schedule_waiting(self, chosen: dict[Request, int], budget: int) -> None:
@@ -128,7 +130,9 @@ class Scheduler:
                 continue
             if request.status is Status.LOADED:
                 self._settle_loaded(request)
-            admission = self._admitter.admit(request, budget, self.running, (*self.holding, *skipped_holding))
+            admission = self._admitter.admit(
+                request, budget, self.running, (*self.holding, *skipped_holding), alone=self._alone
+            )
             if admission.verdict is Verdict.STOP:
                 self.blocked_by = None if skipped_waiting else request
                 break

@@ -170,7 +170,7 @@ class Kind:
         hold.partial = None
         own = self.pool.take(1, holder.account)
         hold.table.replace(entry, int(own[0]))
-        self.pool.pin_copy(source, int(own[0]))
+        self.pool.pin_copy(self.group, source, int(own[0]))
         self.pool.give_up(source, holder.account)
         return own
 

@@ -129,7 +129,7 @@ class StateKind(Kind):
         assert hold.partial is not None
         entry, source = hold.partial
         hold.partial = None
-        self.pool.pin_copy(source, own)
+        self.pool.pin_copy(self.group, source, own)
         if not hold.has_state:
             hold.table.replace(entry, own)
             self.pool.give_up(source, holder.account)
