@@ -16,6 +16,9 @@ import sys
 from typing import Any
 
 import torch
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -77,6 +80,24 @@ def spec_of(group: Row) -> Any:
     raise ValueError(group["kind"])
 
 
+def event_of(event: Any) -> list[Any]:
+    """A KV event as a list; hashes are the reference's own."""
+    if isinstance(event, AllBlocksCleared):
+        return ["cleared"]
+    if isinstance(event, BlockRemoved):
+        return ["removed", event.group_idx, event.block_hashes[0]]
+    return [
+        "stored",
+        event.group_idx,
+        event.block_hashes,
+        event.parent_block_hash,
+        list(event.token_ids),
+        event.block_size,
+        event.extra_keys,
+        event.lora_name,
+    ]
+
+
 class Recorder:
     """One manager, its requests, and the rows written so far."""
 
@@ -97,6 +118,7 @@ class Recorder:
             max_in_flight_tokens=config["max_in_flight_tokens"],
             enable_caching=config["enable_caching"],
             watermark=config["watermark"],
+            enable_kv_cache_events=True,
         )
         self.hasher = get_request_block_hasher(config["hash_block_size"], sha256)
         self.requests: dict[str, Request] = {}
@@ -114,7 +136,8 @@ class Recorder:
             "usage": round(pool.get_usage(), 9),
             "cached_blocks": sum(block.block_hash is not None for block in pool.blocks),
         }
-        self.steps.append({"op": op, **more, "result": result, "after": after})
+        events = [event_of(event) for event in self.manager.take_events()]
+        self.steps.append({"op": op, **more, "result": result, "after": after, "events": events})
 
     def new_request(self) -> None:
         """A prompt that shares a stem with others."""
@@ -125,16 +148,38 @@ class Recorder:
             self.rng.randrange(50) for _ in range(self.rng.choice([0, 0, 1, 9, 30]))
         ]
         salt = self.rng.choice([None, None, None, "s"])
+        lora = self.rng.choice([None, None, None, None, ["a", "/a"]])
+        items = self.items(len(tokens))
         request = Request(
             name,
             tokens,
             SamplingParams(max_tokens=10_000),
             None,
             cache_salt=salt,
+            lora_request=LoRARequest(lora[0], 1, lora[1]) if lora else None,
+            mm_features=[
+                MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))
+                for name, offset, length in items
+            ],
             block_hasher=self.hasher if self.config["enable_caching"] else None,
         )
         self.requests[name] = request
-        self.note("new_request", {"num_hashes": len(request.block_hashes)}, req=name, tokens=tokens, cache_salt=salt)
+        # the reference fails to announce a hit that ends inside a block
+        modes = ["incremental"] if self.manager.coordinator.enable_partial_hash_hits else ["incremental", "full"]
+        request.kv_cache_report_mode = mode = self.rng.choice(modes)
+        result = {"num_hashes": len(request.block_hashes)}
+        facts = {"cache_salt": salt, "lora": lora, "items": items, "report_mode": mode}
+        self.note("new_request", result, req=name, tokens=tokens, **facts)
+
+    def items(self, length: int) -> list[tuple[str, int, int]]:
+        """Most prompts have no images; the others have a few of two kinds."""
+        found: list[tuple[str, int, int]] = []
+        at = self.rng.randrange(60) if self.rng.random() < 0.2 else length
+        while at + 12 < length:
+            size = self.rng.randrange(1, 12)
+            found.append((self.rng.choice("xy"), at, size))
+            at += size + self.rng.choice([0, 3, 40])
+        return found
 
     def get_computed_blocks(self, name: str) -> None:
         """A lookup; as in the scheduler, the shared prefix is remembered."""

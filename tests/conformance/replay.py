@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from pdkv.core.blocks.extra_keys import LoraAdapter, MultiModalItem
 from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Granularity, Group, StateGroup, WindowGroup, granularity
 from pdkv.core.blocks.hashing import raw_sha256
 from pdkv.core.blocks.holders import Hit
+from pdkv.core.blocks.kv_events import AllBlocksCleared, BlockRemoved, KvEvent
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import VLLM, EngineConfig
 from pdkv.core.engine import Engine, Identity
@@ -158,6 +160,18 @@ def sizes_of(config: Row, groups: tuple[Group, ...]) -> Granularity:
     return sizes
 
 
+def event_of(event: KvEvent) -> list[Any]:
+    """Our event in the recorder's form."""
+    if isinstance(event, AllBlocksCleared):
+        return ["cleared"]
+    if isinstance(event, BlockRemoved):
+        return ["removed", event.group, event.key]
+    extra = [[key[1] if key[0] != "mm" else list(key[1:]) for key in keys] or None for keys in event.extra_keys]
+    tokens = event.tokens.tolist()
+    hashes = list(event.hashes)
+    return ["stored", event.group, hashes, event.parent, tokens, event.block_size, extra or None, event.lora_name]
+
+
 class PoolReplay:
     """Drives a `KVCacheManager` by the operations of one blockpool_traces row."""
 
@@ -177,10 +191,14 @@ class PoolReplay:
         self.requests: dict[str, Request] = {}
         self.hits: dict[str, Hit] = {}
         self.sequence = 0
+        self.hashes: dict[Any, bytes | None] = {}  # theirs -> ours, as met in KV events
 
     def apply(self, step: Row, where: str) -> None:
         """One operation and the state after it."""
+        self.manager.pool.events = []
         getattr(self, step["op"])(step, where)
+        if "events" in step:
+            self.compare_events(step["events"], where)
         pool = self.manager.pool
         after = step["after"]
         expect(f"{where} free blocks", pool.num_free, after["free_blocks"])
@@ -195,6 +213,9 @@ class PoolReplay:
             prompt=np.asarray(step["tokens"], dtype=np.int32),
             max_tokens=1 << 20,
             cache_salt=step.get("cache_salt"),
+            lora=LoraAdapter(*step["lora"]) if step.get("lora") else None,
+            items=tuple(MultiModalItem(*item) for item in step.get("items", ())),
+            report_hits=step.get("report_mode") == "full",
         )
         request = Request(new, arrival_ns=0, sequence=self.sequence, hash_tokens=self.sizes.hash_tokens)
         self.sequence += 1
@@ -245,6 +266,20 @@ class PoolReplay:
         expect(f"{where} computed", request.num_computed, result.get("num_computed_tokens_after", request.num_computed))
         if request.status is not Status.RUNNING:
             request.move_to(Status.RUNNING)
+
+    def compare_events(self, theirs: list[Any], where: str) -> None:
+        """KV events in order; hashes differ in value, so ours must stand where theirs do (one each for good)."""
+        ours = [event_of(event) for event in self.manager.pool.events or ()]
+        expect(f"{where} kinds of events", [event[0] for event in ours], [event[0] for event in theirs])
+        for mine, other in zip(ours, theirs, strict=True):
+            if mine[0] == "stored":
+                expect(f"{where} stored", [mine[1], *mine[4:]], [other[1], *other[4:]])
+                expect(f"{where} stored hashes", len(mine[2]), len(other[2]))
+                for key, hashed in zip([*mine[2], mine[3]], [*other[2], other[3]], strict=True):
+                    expect(f"{where} the hash", self.hashes.setdefault(hashed, key), key)
+        gone = [[(e[1], e[2]) for e in side if e[0] == "removed"] for side in (ours, theirs)]
+        gone[1] = [(group, self.hashes.get(hashed)) for group, hashed in gone[1]]
+        expect(f"{where} removed", sorted(gone[0]), sorted(gone[1]))
 
     def new_step(self, step: Row, where: str) -> None:
         """What was registered before has been computed."""

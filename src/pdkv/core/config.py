@@ -36,7 +36,8 @@ class EngineConfig:
     ``groups`` are the model's KV groups (default: one of full attention, ``block_size`` tokens a block).
     ``prefix_match_unit`` is the tokens of one block hash (default: the greatest common divisor of the block sizes).
     ``prefix_cache_retention_interval`` thins what window and state groups keep for hits: 0 where a request can be
-    resumed, N every N tokens as well, ``None`` everywhere.
+    resumed, N every N tokens as well, ``None`` everywhere. ``kv_events`` collects what enters and leaves the prefix
+    cache, ``kv_metrics_sample`` (0, 1] the times of that share of all blocks (vLLM: 0.01 when on).
     """
 
     num_blocks: int
@@ -45,6 +46,8 @@ class EngineConfig:
     groups: tuple[Group, ...] = ()
     prefix_match_unit: int | None = None
     prefix_cache_retention_interval: int | None = 0
+    kv_events: bool = False
+    kv_metrics_sample: float | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int = 0
@@ -82,6 +85,8 @@ class EngineConfig:
             )
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is {self.watermark}; it is a share of the pool in [0, 1)")
+        if self.kv_metrics_sample is not None and not 0 < self.kv_metrics_sample <= 1:
+            raise ConfigError(f"kv_metrics_sample is {self.kv_metrics_sample}; it is a share of all blocks in (0, 1]")
         if not 0 < self.max_leased_fraction <= 1:
             raise ConfigError(f"max_leased_fraction is {self.max_leased_fraction}; it is a share of the pool in (0, 1]")
         if self.transfer.load_failure not in ("recompute", "fail"):
@@ -93,9 +98,10 @@ class EngineConfig:
         return granularity(self.groups, hash_tokens=self.prefix_match_unit, enable_caching=self.enable_prefix_caching)
 
     @property
-    def has_aligned_states(self) -> bool:
-        """Whether chunks must end where states are kept."""
-        return any(isinstance(group, StateGroup) and group.aligned for group in self.groups)
+    def state_block_size(self) -> int | None:
+        """Tokens between two places where states are kept, at which chunks must end; ``None`` without such groups."""
+        sizes = (group.block_size for group in self.groups if isinstance(group, StateGroup) and group.aligned)
+        return next(sizes, None)
 
     @property
     def max_in_flight_tokens(self) -> int:

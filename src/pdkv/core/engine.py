@@ -10,7 +10,9 @@ import numpy as np
 
 from pdkv.core import stride
 from pdkv.core.blocks.hashing import HashFunction, raw_sha256
+from pdkv.core.blocks.kv_events import KvEvent
 from pdkv.core.blocks.manager import KVCacheManager
+from pdkv.core.blocks.residency import Eviction, Residency
 from pdkv.core.config import EngineConfig
 from pdkv.core.journal import Journal
 from pdkv.core.ports import (
@@ -76,6 +78,12 @@ class Engine:
             max_in_flight_tokens=config.max_in_flight_tokens,
             retention_interval=config.prefix_cache_retention_interval,
         )
+        if config.kv_events:
+            self.manager.pool.events = []
+        if config.kv_metrics_sample is not None:
+            self.manager.pool.residency = Residency(
+                config.kv_metrics_sample, identity.nonce, lambda: self._journal.now_ns
+            )
         lease_slots = LeaseSlots(slots, nonce=identity.nonce, secret=identity.secret)
         self.producer = Producer(config, self.manager, lease_slots, self._journal)
         self.consumer = Consumer(config, identity.engine_id, self.manager, self._journal)
@@ -203,6 +211,19 @@ class Engine:
             peaks=ledger.peaks_as_dict(),
             holders=tuple(self.manager.holders()),
         )
+
+    def take_kv_events(self) -> tuple[KvEvent, ...]:
+        """What entered and left the prefix cache since the last call; empty unless ``kv_events``."""
+        events = self.manager.pool.events
+        if not events:
+            return ()
+        self.manager.pool.events = []
+        return tuple(events)
+
+    def take_evictions(self) -> tuple[Eviction, ...]:
+        """Times of sampled blocks whose life ended since the last call; empty unless ``kv_metrics_sample``."""
+        residency = self.manager.pool.residency
+        return residency.take() if residency is not None else ()
 
     def check(self) -> None:
         """Recount everything; raises ``AssertionError`` on any difference."""

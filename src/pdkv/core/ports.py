@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pdkv.core.blocks.extra_keys import LoraAdapter, MultiModalItem
+
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -63,6 +65,10 @@ class RemoteSource(msgspec.Struct, frozen=True, kw_only=True):
 class NewRequest:
     """A prompt to serve. ``prompt`` is int32[n], n >= 1; ``stop_token_ids`` already contains EOS unless ignored.
 
+    ``cache_salt``, ``lora`` and ``items`` (by offset) make equal tokens differ in the prefix cache.
+    ``skip_reading_prefix_cache`` computes every token anew (it may still be hit by others); ``report_hits`` announces
+    the blocks it hits in the KV events once more.
+
     ``produce`` keeps the KV under a lease when the request finishes (P's leg: ``do_remote_decode``); ``source`` says
     where the prompt's KV already is (D's leg: ``do_remote_prefill``).
     """
@@ -74,6 +80,10 @@ class NewRequest:
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     cache_salt: str | None = None
+    lora: LoraAdapter | None = None
+    items: tuple[MultiModalItem, ...] = ()
+    skip_reading_prefix_cache: bool = False
+    report_hits: bool = False
     produce: bool = False
     source: RemoteSource | None = None
 

@@ -41,7 +41,7 @@ def _steps_blocked(running: list[Request], head: Request | None, manager: KVCach
         return steps
     for request in running:
         full = request.num_computed // size
-        same = len(head.hashes) > full and head.new.cache_salt == request.new.cache_salt
+        same = len(head.hashes) > full and head.extra_keys.alike(request.extra_keys)
         if same and (full == 0 or head.hashes[full - 1] == request.hashes[full - 1]):
             tail = request.tokens[full * size :]
             if np.array_equal(tail, head.tokens[full * size : request.num_tokens]):

@@ -103,12 +103,8 @@ def check_groups(groups: tuple[Group, ...], *, enable_caching: bool, retention_i
             if tokens < 1:
                 raise ConfigError(f"group {number}: {name} is {tokens}; it must be at least 1 token")
     scheduler = math.lcm(*(group.block_size for group in groups))
-    chunked = any(isinstance(group, ChunkedGroup) for group in groups)
-    if enable_caching and chunked and any(group.block_size != scheduler for group in groups):
-        raise ConfigError(
-            f"prefix caching with chunked local attention needs one block size for all groups; they have "
-            f"{[group.block_size for group in groups]}. Use one size, or disable prefix caching"
-        )
+    if enable_caching:
+        _check_caching(groups, scheduler)
     if retention_interval in (None, 0):
         return
     assert retention_interval is not None
@@ -121,4 +117,26 @@ def check_groups(groups: tuple[Group, ...], *, enable_caching: bool, retention_i
         raise ConfigError(
             f"prefix_cache_retention_interval is {retention_interval}; it must be a multiple of the scheduler's block "
             f"of {scheduler} tokens, 0 (only where a request can be resumed) or None (everywhere)"
+        )
+
+
+def _check_caching(groups: tuple[Group, ...], scheduler: int) -> None:
+    sizes = [group.block_size for group in groups]
+    for number, group in enumerate(groups):
+        if not isinstance(group, ChunkedGroup):
+            continue
+        if any(size != scheduler for size in sizes):
+            raise ConfigError(
+                f"prefix caching with chunked local attention needs one block size for all groups; they have {sizes}. "
+                "Use one size, or disable prefix caching"
+            )
+        if group.chunk % group.block_size:  # a hit could end where blocks of the chunk before it are needed again
+            raise ConfigError(
+                f"group {number}: a chunk of {group.chunk} tokens is no multiple of its blocks of {group.block_size}, "
+                "so a prefix hit could miss a part of a chunk. Use a block size that divides it, or no prefix caching"
+            )
+    states = {group.block_size for group in groups if isinstance(group, StateGroup) and group.aligned}
+    if len(states) > 1:
+        raise ConfigError(
+            f"groups of aligned states must have one block size, where their chunks end; they have {sorted(states)}"
         )

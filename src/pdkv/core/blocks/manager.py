@@ -94,9 +94,13 @@ class KVCacheManager:
 
     def lookup(self, request: Request) -> Hit:
         """The longest cached prefix of the request, at most ``num_tokens - 1`` tokens."""
-        if not self.pool.enable_caching:
+        if not self.pool.enable_caching or request.new.skip_reading_prefix_cache:
             return self._nothing
-        return self._lookup.find(request.hashes, request.num_tokens - 1)
+        hit = self._lookup.find(request.hashes, request.num_tokens - 1)
+        if hit.tokens and request.new.report_hits and self.pool.events is not None:
+            for kind in self.kinds:
+                kind.note_hit(request, len(hit.blocks[kind.group]))
+        return hit
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that ``tokens`` tokens (never more than the model's length) take at most at once, over all groups."""

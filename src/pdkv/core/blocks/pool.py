@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from pdkv.core.blocks.free_queue import FreeQueue
+from pdkv.core.blocks.kv_events import AllBlocksCleared, BlockRemoved, KvEvent
 from pdkv.core.blocks.prefix_index import DictPrefixIndex, PrefixIndex
+from pdkv.core.blocks.residency import Residency
 from pdkv.core.ledger import Account, Ledger
 from pdkv.core.ports import Int32Array
 
@@ -23,6 +25,8 @@ class BlockPool:
         self.enable_caching = enable_caching
         self.ledger = Ledger(num_blocks)
         self.indexes: tuple[PrefixIndex, ...] = tuple(DictPrefixIndex(num_blocks) for _ in range(num_groups))
+        self.events: list[KvEvent] | None = None  # KV events since they were last taken; None: nobody wants them
+        self.residency: Residency | None = None
         self.copies: list[
             tuple[int, int, int]
         ] = []  # (group, source, target) pinned for the next plan, not yet handed to it
@@ -46,6 +50,8 @@ class BlockPool:
         blocks = self._queue.pop(count)
         self.unregister(blocks)
         self.ledger.hold(blocks, account)
+        if self.residency is not None:
+            self.residency.allocated(blocks)
         return blocks
 
     def unregister(self, blocks: Int32Array) -> None:
@@ -54,16 +60,18 @@ class BlockPool:
         if not len(hashed):
             return
         if len(self.indexes) == 1:
-            self.indexes[0].drop(hashed.tolist())
+            self._note_removed(0, self.indexes[0].drop(hashed.tolist()))
         else:
             for block, group in zip(hashed.tolist(), self._group[hashed].tolist(), strict=True):
-                self.indexes[group].drop((block,))
+                self._note_removed(group, self.indexes[group].drop((block,)))
         self.ledger.set_hashed(hashed, False)
 
     def touch(self, blocks: Int32Array, account: Account) -> None:
         """One more holder of cached ``blocks`` (a prefix hit); free ones leave the queue."""
         self._queue.remove(blocks[self.ledger.holders(blocks) == 0])
         self.ledger.hold(blocks, account)
+        if self.residency is not None:
+            self.residency.accessed(blocks)
 
     def give_back(self, blocks: Int32Array, account: Account) -> None:
         """One holder fewer, in the given order (callers pass a request's blocks deepest first).
@@ -140,7 +148,15 @@ class BlockPool:
         for index in self.indexes:
             index.clear()
         self.ledger.set_hashed(np.arange(1, self.num_blocks, dtype=np.int32), False)
+        if self.events is not None:
+            self.events.append(AllBlocksCleared())
+        if self.residency is not None:
+            self.residency.reset()
         return True
+
+    def _note_removed(self, group: int, keys: tuple[bytes, ...]) -> None:
+        if self.events is not None:
+            self.events += [BlockRemoved(group=group, key=key) for key in keys]
 
     def check(self) -> None:
         """Recount the pool from scratch; raises ``AssertionError`` on any difference."""

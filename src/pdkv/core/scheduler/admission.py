@@ -54,6 +54,8 @@ class Admitter:
         hit = self._manager.lookup(request)
         request.shared_boundary = hit.boundary
         external = self._consumer.external_tokens(request, hit.tokens)
+        if request.new.skip_reading_prefix_cache:
+            external = 0
         if external == 0:
             return self._compute(request, budget, running, hit=hit, alone=alone)
         return self._load(request, hit, external, running, holding)
@@ -129,13 +131,13 @@ def align_chunk(request: Request, tokens: int, config: EngineConfig, *, start: i
     prompt can be resumed, and at the end of a prefix that others share. A block too large for one step is advanced
     inside (spec block-pool 6.2, scheduler 3.1).
     """
-    if not config.has_aligned_states:
+    block = config.state_block_size
+    if block is None:
         return tokens
     prefill_end = max(request.num_prompt, request.num_tokens - 1)
     if start >= prefill_end:
         return tokens
-    block, unit = min(group.block_size for group in config.groups), config.sizes.hash_tokens
-    fine = config.sizes.fine_hits
+    unit, fine = config.sizes.hash_tokens, config.sizes.fine_hits
     end = start + tokens
     if end < prefill_end:
         threshold = config.long_prefill_token_threshold

@@ -6,6 +6,7 @@ import enum
 
 import numpy as np
 
+from pdkv.core.blocks.extra_keys import ExtraKeySource
 from pdkv.core.blocks.hashing import HashFunction, extend_hashes
 from pdkv.core.ports import FinishReason, Int32Array, NewRequest, RemoteSource
 
@@ -58,6 +59,7 @@ class Request:
         self.num_preemptions = 0
         self.cached_tokens = 0
         self.hashes: list[bytes] = []
+        self.extra_keys = ExtraKeySource(new.lora, new.items, new.cache_salt)
         self.source: RemoteSource | None = new.source
         self.wait_cause = "queued"
         self._hash_tokens = hash_tokens
@@ -95,7 +97,7 @@ class Request:
     def extend_hashes(self, function: HashFunction) -> None:
         """Hash the units that have become full since the last call."""
         if self.num_tokens // self._hash_tokens > len(self.hashes):
-            extend_hashes(self.hashes, self.tokens, self._hash_tokens, function, self.new.cache_salt)
+            extend_hashes(self.hashes, self.tokens, self._hash_tokens, function, self.extra_keys)
 
     def ended_by(self, token: int, max_tokens: int) -> FinishReason | None:
         """Whether the request ends with ``token``, just appended; it has at most ``max_tokens`` with its prompt."""

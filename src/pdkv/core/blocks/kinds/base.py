@@ -9,6 +9,7 @@ import numpy as np
 
 from pdkv.core.blocks.groups import Granularity, Group
 from pdkv.core.blocks.holders import GroupHold, Hit, Holder
+from pdkv.core.blocks.kv_events import BlockStored
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.blocks.prefix_index import PrefixIndex
 from pdkv.core.ports import BoolArray, Int32Array
@@ -199,8 +200,6 @@ class Kind:
         mask = self.reachable(first, last, boundaries)
         if mask is not None:
             entries = entries[mask[entries]]
-        if not len(entries):
-            return EMPTY
         step = self.block_size // self.settings.sizes.hash_tokens
         hashes = request.hashes
         if len(entries) == last - first and step == 1:
@@ -208,8 +207,54 @@ class Kind:
         else:
             keys = [hashes[(first + entry + 1) * step - 1] for entry in entries.tolist()]
         chosen = blocks[entries].copy()
-        self.pool.insert(self.group, keys, chosen, ((first + 1 + entries) * self.block_size).astype(np.int32))
+        if len(chosen):
+            self.pool.insert(self.group, keys, chosen, ((first + 1 + entries) * self.block_size).astype(np.int32))
+        if self.pool.events is not None:
+            self.note_stored(request, keys, (first + entries).tolist(), first, last)
         return chosen
+
+    def note_stored(self, request: Request, keys: list[bytes], entries: list[int], first: int, last: int) -> None:
+        """Announce ``keys`` of table entries ``entries``, which lie in ``first:last``."""
+        assert self.pool.events is not None
+        size = self.block_size
+        parent = request.hashes[first * size // self.settings.sizes.hash_tokens - 1] if first else None
+        extra = request.extra_keys
+        self.pool.events.append(
+            BlockStored(
+                group=self.group,
+                hashes=tuple(keys),
+                parent=parent,
+                tokens=request.tokens[first * size : last * size].copy(),
+                block_size=size,
+                extra_keys=tuple(extra.of(entry * size, (entry + 1) * size) for entry in entries),
+                lora_name=request.new.lora.name if request.new.lora else None,
+            )
+        )
+
+    def register_partial(self, request: Request, block: int, tokens: int) -> None:
+        """Let ``block`` be hit at a hash boundary inside it, after the first ``tokens`` tokens."""
+        unit = self.settings.sizes.hash_tokens
+        position = tokens // unit
+        key = request.hashes[position - 1]
+        if not self.pool.insert_partial(self.group, key, block, tokens) or self.pool.events is None:
+            return
+        self.pool.events.append(
+            BlockStored(
+                group=self.group,
+                hashes=(key,),
+                parent=request.hashes[position - 2] if position > 1 else None,
+                tokens=request.tokens[tokens - unit : tokens].copy(),
+                block_size=unit,
+                extra_keys=(request.extra_keys.of(tokens - unit, tokens),),
+                lora_name=request.new.lora.name if request.new.lora else None,
+            )
+        )
+
+    def note_hit(self, request: Request, entries: int) -> None:
+        """Announce the first ``entries`` blocks once more, for a request that asks for it."""
+        sizes = self.settings.sizes
+        keys = list(unit_hashes(request.hashes, sizes.hash_tokens, self.block_size)[:entries])
+        self.note_stored(request, keys, list(range(len(keys))), 0, entries)
 
     def reachable(self, first: int, last: int, boundaries: tuple[int, ...]) -> BoolArray | None:
         """bool[last - first]: which of these blocks can serve a hit; ``None`` for all."""

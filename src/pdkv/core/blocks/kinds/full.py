@@ -40,5 +40,5 @@ class FullKind(Kind):
             end = (request.num_prompt - 1) // unit * unit
             entry = end // self.block_size
             if 0 < end <= tokens and end % self.block_size and entry < len(hold.table):
-                self.pool.insert_partial(self.group, request.hashes[end // unit - 1], hold.table[entry], end)
+                self.register_partial(request, hold.table[entry], end)
         return new

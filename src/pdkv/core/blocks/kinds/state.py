@@ -151,9 +151,9 @@ class StateKind(Kind):
         entry = cdiv(tokens, self.block_size) - 1
         if entry >= len(hold.table) or hold.table[entry] == 0:
             return new
-        block, key = hold.table[entry], request.hashes[tokens // unit - 1]
-        self.pool.insert_partial(self.group, key, block, tokens)
-        self._fresh.add(key)
+        block = hold.table[entry]
+        self.register_partial(request, block, tokens)
+        self._fresh.add(request.hashes[tokens // unit - 1])
         if tokens % self.block_size:
             hold.partial = (entry, block)  # the next step writes on in this block
             hold.num_hashed = entry
