@@ -84,3 +84,23 @@ def test_only_plain_models_can_transfer() -> None:
     engine = make_engine(groups=(FULL, STATE))
     with pytest.raises(BadRequest, match="2 KV group"):
         engine.validate(new_request("p", 8, produce=True))
+
+
+def test_a_preempted_request_that_outgrew_the_gate_still_ends() -> None:
+    """Decoding it needs 3 blocks, but the gate would ask for 23 of 12: it comes back in small chunks."""
+    groups = (WindowGroup(block_size=4, window=6),)
+    engine = make_engine(groups=groups, num_blocks=13, max_num_batched_tokens=96, enable_prefix_caching=False)
+    cache = GroupCache(13, groups)
+    new = new_request("r", 30, 90)
+    cache.add(new)
+    events = []
+    for step in range(200):
+        if step == 60:  # as a shortage would
+            assert engine.manager.num_blocks_of("r") <= 3
+            assert engine.manager.outgrown(engine.requests["r"])
+            engine.scheduler._preempt(engine.requests["r"], was_chosen=False)
+        plan = engine.schedule(step, [new] if step == 0 else [])
+        events += [*plan.events, *engine.complete(plan.step_id, cache.run(plan.batch), step)]
+        engine.check()
+    assert tokens_of(events)["r"] == reference_output(new, engine.config.max_model_len)
+    assert finished_of(events)["r"].output_tokens == 90

@@ -5,7 +5,7 @@ What a kind of layer decides is in `blocks/kinds`; here is what holds for all gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -61,22 +61,22 @@ class KVCacheManager:
         self._lookup = PrefixLookup(self.kinds)
         self._nothing = no_hit(len(groups))
         self._holders: dict[str, Holder] = {}
-        self.max_request_tokens = self._most_tokens()
+        # Where a request ends by length at the latest: the model's length, or what a pool smaller than that holds. The
+        # last token is sampled, never computed, hence the one beyond the pool. Without this bound a request that
+        # outgrows the whole pool would preempt itself and wait for ever, with everybody behind it.
+        resident = self._most_tokens(lambda tokens: sum(kind.resident_blocks(tokens) for kind in self.kinds))
+        self.max_request_tokens = min(max_model_len, resident + 1)
+        self._gate_tokens = self._most_tokens(self.blocks_for)
         self._copies: list[tuple[int, str, int, int]] = []  # (group, owner key, source, target) for the next plan
         self._num_copies = 0
 
-    def _most_tokens(self) -> int:
-        """Where a request ends by length at the latest: the model's length, or what a pool smaller than that holds.
-
-        The last token is sampled, never computed, hence the one beyond the pool. Without this bound a request that
-        outgrows the whole pool would preempt itself and wait for ever, with everybody behind it.
-        """
+    def _most_tokens(self, blocks: Callable[[int], int]) -> int:
+        """The most tokens of which ``blocks`` says that they fit the pool, at most the model's length."""
         low, high = 0, self.max_model_len
         while low < high:
             middle = (low + high + 1) // 2
-            fits = sum(kind.resident_blocks(middle) for kind in self.kinds) <= self.pool.num_blocks - 1
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return min(self.max_model_len, low + 1)
+            low, high = (middle, high) if blocks(middle) <= self.pool.num_blocks - 1 else (low, middle - 1)
+        return low
 
     # ---------------------------------------------------------------------------------------------------- looking
 
@@ -105,6 +105,14 @@ class KVCacheManager:
     def blocks_for(self, tokens: int) -> int:
         """Blocks that ``tokens`` tokens (never more than the model's length) take at most at once, over all groups."""
         return self._blocks_needed(None, self._whole(tokens))
+
+    def outgrown(self, request: Request) -> bool:
+        """Whether the admission gate could never let the request in again, though what it holds at once fits.
+
+        Windows hold few blocks while they decode, but the gate allows for whole batches in flight. The reference lets
+        such a request wait for ever once it is preempted; here it is computed again in small chunks, without the gate.
+        """
+        return request.num_tokens > self._gate_tokens
 
     def blocks_missing(self, request: Request) -> int:
         """Blocks that the request still needs for all its known tokens."""

@@ -88,6 +88,9 @@ class Admitter:
         local = hit.tokens if hit else 0
         tokens = request.num_tokens - request.num_computed - local
         tokens = cap_chunk(tokens, self._config, alone=alone)
+        outgrown = self._manager.outgrown(request)
+        if outgrown:
+            tokens = min(tokens, self._config.sizes.scheduler_tokens)
         if tokens > budget and not self._config.enable_chunked_prefill:
             request.wait_cause = "its whole prompt does not fit this step's token budget"
             return Admission(Verdict.STOP)
@@ -100,7 +103,7 @@ class Admitter:
             request,
             tokens,
             hit=hit,
-            full_sequence_must_fit=self._config.full_sequence_must_fit,
+            full_sequence_must_fit=self._config.full_sequence_must_fit and not outgrown,
             has_scheduled=bool(running) and not (loaded and self._config.transfer.loaded_skips_watermark),
         )
         if allocated is None:

@@ -115,6 +115,8 @@ class Scheduler:
             return 0
         tokens = request.num_tokens + request.placeholders - request.num_computed
         tokens = cap_chunk(tokens, self._config, alone=self._alone)
+        if self._manager.outgrown(request):
+            tokens = min(tokens, self._config.sizes.scheduler_tokens)
         return min(tokens, self._max_tokens - 1 - request.num_computed)
 
     def _schedule_waiting(self, chosen: dict[Request, int], budget: int) -> None:
