@@ -18,13 +18,21 @@ class TransferPolicy:
     bounded_waits: bool  # loads and fences have deadlines
     loaded_skips_watermark: bool  # a request whose KV has arrived is not held back by the watermark
     load_failure: str  # "recompute" | "fail"
+    abort_frees_hits: bool = True  # an aborted load's own prefix hits come back at once: its READ does not touch them
+    failure_frees_at_once: bool = True  # a failed load's blocks come back when it is reported, not when next looked at
 
 
 STRICT = TransferPolicy(
     name="strict", share_loads=True, bounded_waits=True, loaded_skips_watermark=True, load_failure="recompute"
 )
 VLLM = TransferPolicy(
-    name="vllm", share_loads=False, bounded_waits=False, loaded_skips_watermark=False, load_failure="fail"
+    name="vllm",
+    share_loads=False,
+    bounded_waits=False,
+    loaded_skips_watermark=False,
+    load_failure="fail",
+    abort_frees_hits=False,
+    failure_frees_at_once=False,
 )
 TRANSFER_POLICIES = {policy.name: policy for policy in (STRICT, VLLM)}
 

@@ -19,6 +19,7 @@ class Status(enum.Enum):
     WAITING = enum.auto()
     LOADING = enum.auto()  # WAITING_FOR_REMOTE_KVS: blocks held, KV in flight
     LOADED = enum.auto()  # KV arrived; waits for a running slot with its blocks held
+    LOAD_FAILED = enum.auto()  # KV did not arrive; its blocks come back when it is next looked at
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
     FINISHED = enum.auto()
@@ -26,7 +27,8 @@ class Status(enum.Enum):
 
 LEGAL: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.LOADING, Status.RUNNING, Status.FINISHED}),
-    Status.LOADING: frozenset({Status.LOADED, Status.WAITING, Status.FINISHED}),
+    Status.LOADING: frozenset({Status.LOADED, Status.LOAD_FAILED, Status.FINISHED}),
+    Status.LOAD_FAILED: frozenset({Status.WAITING, Status.FINISHED}),
     Status.LOADED: frozenset({Status.RUNNING, Status.FINISHED}),
     Status.RUNNING: frozenset({Status.PREEMPTED, Status.FINISHED}),
     Status.PREEMPTED: frozenset({Status.RUNNING, Status.FINISHED}),

@@ -13,7 +13,7 @@ from pdkv.core.ledger import Account
 from pdkv.core.ports import Admitted, Finished, FinishReason, Int32Array, LeaseGrant, Preempted, TokenSampled
 from pdkv.core.scheduler.admission import Admission, Admitter, Verdict, align_chunk, cap_chunk
 from pdkv.core.scheduler.preemption import choose_victim
-from pdkv.core.scheduler.queues import FcfsQueue, PriorityQueue, WaitingQueue
+from pdkv.core.scheduler.queues import FcfsQueue, PriorityQueue, WaitingQueue, priority_key
 from pdkv.core.scheduler.request import Request, Status
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.producer import Producer
@@ -135,6 +135,8 @@ class Scheduler:
                 continue
             if request.status is Status.LOADED:
                 self._settle_loaded(request)
+            elif request.status is Status.LOAD_FAILED:
+                self._start_afresh(request)
             admission = self._admitter.admit(
                 request, budget, self.running, (*self.holding, *skipped_holding), alone=self._alone
             )
@@ -152,6 +154,8 @@ class Scheduler:
                 chosen[request] = admission.tokens
                 budget -= admission.tokens
         self.holding.extendleft(reversed(skipped_holding))
+        if self._config.priority_scheduling:
+            self.holding = deque(sorted(self.holding, key=priority_key))
         for request in reversed(skipped_waiting):
             self.waiting.put_back(request)
 
@@ -160,6 +164,11 @@ class Scheduler:
         self._manager.cache_blocks(request, request.num_computed)
         if request.num_computed == request.num_tokens:
             request.num_computed -= 1
+
+    def _start_afresh(self, request: Request) -> None:
+        """A failed load's blocks come back when the request is next looked at: from then on it is a fresh one."""
+        self._manager.release(request.request_id)
+        request.move_to(Status.WAITING)
 
     def _start_load(self, request: Request, admission: Admission) -> None:
         request.num_computed = admission.local_tokens + admission.external_tokens
@@ -236,7 +245,7 @@ class Scheduler:
         if self._manager.pool.enable_caching:
             request.extend_hashes(self._hash)
             if self._config.max_outstanding_plans > 1:  # blocks that a plan filled before their tokens were known
-                self._manager.cache_blocks(request, min(request.num_computed, request.num_tokens))
+                self._manager.cache_blocks(request, request.num_computed - request.placeholders)
 
     # ------------------------------------------------------------------------------------------------ ways out
 
@@ -247,7 +256,7 @@ class Scheduler:
         self.blocked_by = None  # its end may make room
         if status is Status.RUNNING:
             self.running.remove(request)
-        elif status in (Status.LOADING, Status.LOADED):
+        elif request in self.holding:
             self.holding.remove(request)
         else:
             self.waiting.remove(request)
@@ -285,12 +294,13 @@ class Scheduler:
         elif self._config.transfer.load_failure == "fail":
             self.finish(request, FinishReason.ERROR, f"KV transfer failed: {failure}")
         else:
-            self.holding.remove(request)
-            self._manager.release(request.request_id)
             request.num_computed = 0
-            request.move_to(Status.WAITING)
+            request.move_to(Status.LOAD_FAILED)
             request.wait_cause = f"KV transfer failed ({failure}); to be computed here"
-            self.waiting.put_back(request)
+            if self._config.transfer.failure_frees_at_once:
+                self.holding.remove(request)
+                self._start_afresh(request)
+                self.waiting.put_back(request)
 
     def _preempt(self, victim: Request, *, was_chosen: bool) -> None:
         """Take all blocks away; the request is computed again later, as far as its blocks cannot be hit."""
