@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conformance.replay import Mismatch, main, read_rows, replay_row
+from tests.conformance.replay import Mismatch, NotBuilt, main, read_rows, replay_row
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 KINDS = ("sched_traces", "blockpool_traces")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 
-import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdkv.core.blocks.encoding import cbor
 from pdkv.core.blocks.extra_keys import ExtraKeySource, LoraAdapter, MultiModalItem
 from pdkv.core.blocks.hashing import NONE_HASH, extend_hashes, raw_sha256
 
@@ -24,7 +24,7 @@ def test_definition() -> None:
     first = hashlib.sha256(NONE_HASH + tokens[:4].tobytes()).digest()
     second = hashlib.sha256(first + tokens[4:].tobytes()).digest()
     assert hashes_of(list(range(8))) == [first, second]
-    salted = hashlib.sha256(NONE_HASH + tokens[:4].tobytes() + msgspec.msgpack.encode([["cache_salt", "s"]])).digest()
+    salted = hashlib.sha256(NONE_HASH + tokens[:4].tobytes() + cbor((("cache_salt", "s"),))).digest()
     assert hashes_of(list(range(8)), salt="s") == [salted, hashlib.sha256(salted + tokens[4:].tobytes()).digest()]
 
 
