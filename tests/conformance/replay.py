@@ -14,7 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from pdkv.core.blocks.extra_keys import LoraAdapter, MultiModalItem
+from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Granularity, Group, StateGroup, WindowGroup, granularity
 from pdkv.core.blocks.hashing import raw_sha256
+from pdkv.core.blocks.holders import Hit
+from pdkv.core.blocks.kv_events import AllBlocksCleared, BlockRemoved, KvEvent
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import VLLM, EngineConfig
 from pdkv.core.engine import Engine, Identity
@@ -51,17 +55,36 @@ def sampled_token(request_id: str, position: int) -> int:
     return (sum(request_id.encode()) * 31 + position * 7) % 997
 
 
+def group_of(facts: Row) -> Group:
+    """A recorded group as the core's fact about it."""
+    kind, size = facts["kind"], facts["block_size"]
+    if kind in ("full", "full_attention", "mla_attention", "mla"):
+        return FullGroup(block_size=size)
+    if kind in ("sw", "sliding_window", "sliding_window_mla"):
+        return WindowGroup(block_size=size, window=facts["sliding_window"])
+    if kind in ("chunked", "chunked_local", "chunked_local_attention"):
+        return ChunkedGroup(block_size=size, chunk=facts["attention_chunk_size"])
+    if kind == "mamba":
+        aligned = facts.get("mamba_cache_mode", "none") == "align"
+        return StateGroup(block_size=size, aligned=aligned, speculative_blocks=facts.get("num_speculative_blocks", 0))
+    raise NotBuilt(f"a group of kind {kind}")
+
+
 def replay_schedule(row: Row) -> None:
     """One row of sched_traces: every step's batch, preemptions, blocks, queue lengths and frees."""
     config = row["config"]
-    if config.get("kinds", ["full"]) != ["full"]:
-        raise NotBuilt(f"groups {config['kinds']}")
+    kinds = config.get("groups") or [
+        {"block_size": config["block_size"], **config, "kind": kind} for kind in config.get("kinds", ["full"])
+    ]
     if config.get("async_scheduling"):
         raise NotBuilt("asynchronous scheduling")
     engine = Engine(
         EngineConfig(
             num_blocks=config["num_blocks"],
             block_size=config["block_size"],
+            groups=tuple(group_of(kind) for kind in kinds),
+            prefix_match_unit=config.get("hash_block_size"),
+            prefix_cache_retention_interval=config.get("prefix_cache_retention_interval"),
             max_model_len=config["max_model_len"],
             max_num_seqs=config["max_num_seqs"],
             max_num_batched_tokens=config["max_num_batched_tokens"],
@@ -104,13 +127,16 @@ def replay_step(engine: Engine, row: Row, step: Row, where: str) -> None:
     for entry in (*step["new"], *step["cached"]):
         expect(f"{where} {entry['id']} computed tokens", computed[entry["id"]], entry["num_computed_tokens"])
     for entry in step["new"]:
-        held = engine.manager.blocks_of(entry["id"]).tolist()
-        expect(f"{where} {entry['id']} blocks", held, entry["block_ids"][0])
+        for group, theirs in enumerate(entry["block_ids"]):
+            held = engine.manager.blocks_of(entry["id"], group).tolist()
+            expect(f"{where} {entry['id']} blocks of group {group}", held, theirs)
     for entry in step["cached"]:
-        held = engine.manager.blocks_of(entry["id"]).tolist()
-        if entry["new_block_ids"]:
-            new = entry["new_block_ids"][0]
-            expect(f"{where} {entry['id']} new blocks", held if entry["resumed"] else held[-len(new) :], new)
+        for group, new in enumerate(entry["new_block_ids"] or ()):
+            held = engine.manager.blocks_of(entry["id"], group).tolist()
+            ours = held if entry["resumed"] else held[len(held) - len(new) :]
+            expect(f"{where} {entry['id']} new blocks of group {group}", ours, new)
+    if "copies" in step:
+        expect(f"{where} copies", batch.copies.tolist(), step["copies"])
     running = [request.request_id for request in engine.scheduler.running]
     expect(f"{where} running", running, step["running"])
     expect(f"{where} waiting", len(engine.scheduler.waiting) + len(engine.scheduler.holding), step["num_waiting"])
@@ -131,28 +157,52 @@ def replay_step(engine: Engine, row: Row, step: Row, where: str) -> None:
 # ----------------------------------------------------------------------------------------------- block pool traces
 
 
+def sizes_of(config: Row, groups: tuple[Group, ...]) -> Granularity:
+    """The recorded sizes; whether hits end inside blocks follows from the groups."""
+    sizes = granularity(groups, hash_tokens=config["hash_block_size"], enable_caching=config["enable_caching"])
+    expect("scheduler block", sizes.scheduler_tokens, config["scheduler_block_size"])
+    return sizes
+
+
+def event_of(event: KvEvent) -> list[Any]:
+    """Our event in the recorder's form."""
+    if isinstance(event, AllBlocksCleared):
+        return ["cleared"]
+    if isinstance(event, BlockRemoved):
+        return ["removed", event.group, event.key]
+    extra = [[key[1] if key[0] != "mm" else list(key[1:]) for key in keys] or None for keys in event.extra_keys]
+    tokens = event.tokens.tolist()
+    hashes = list(event.hashes)
+    return ["stored", event.group, hashes, event.parent, tokens, event.block_size, extra or None, event.lora_name]
+
+
 class PoolReplay:
     """Drives a `KVCacheManager` by the operations of one blockpool_traces row."""
 
     def __init__(self, config: Row) -> None:
-        kinds = [group["kind"] for group in config["groups"]]
-        if kinds != ["full_attention"]:
-            raise NotBuilt(f"groups {kinds}")
-        self.block_size = config["groups"][0]["block_size"]
+        groups = tuple(group_of(group) for group in config["groups"])
+        self.sizes = sizes_of(config, groups)
         self.manager = KVCacheManager(
             num_blocks=config["num_blocks"],
-            block_size=self.block_size,
+            groups=groups,
+            sizes=self.sizes,
             max_model_len=config["max_model_len"],
             watermark=config["watermark"],
             enable_caching=config["enable_caching"],
+            max_in_flight_tokens=config["max_in_flight_tokens"],
+            retention_interval=config.get("prefix_cache_retention_interval"),
         )
         self.requests: dict[str, Request] = {}
-        self.hits: dict[str, Any] = {}
+        self.hits: dict[str, Hit] = {}
         self.sequence = 0
+        self.hashes: dict[Any, bytes | None] = {}  # theirs -> ours, as met in KV events
 
     def apply(self, step: Row, where: str) -> None:
         """One operation and the state after it."""
+        self.manager.pool.events = []
         getattr(self, step["op"])(step, where)
+        if "events" in step:
+            self.compare_events(step["events"], where)
         pool = self.manager.pool
         after = step["after"]
         expect(f"{where} free blocks", pool.num_free, after["free_blocks"])
@@ -167,27 +217,35 @@ class PoolReplay:
             prompt=np.asarray(step["tokens"], dtype=np.int32),
             max_tokens=1 << 20,
             cache_salt=step.get("cache_salt"),
+            lora=LoraAdapter(*step["lora"]) if step.get("lora") else None,
+            items=tuple(MultiModalItem(*item) for item in step.get("items", ())),
+            report_hits=step.get("report_mode") == "full",
         )
-        request = Request(new, arrival_ns=0, sequence=self.sequence, block_size=self.block_size)
+        request = Request(new, arrival_ns=0, sequence=self.sequence, hash_tokens=self.sizes.hash_tokens)
         self.sequence += 1
         if self.manager.pool.enable_caching:
             request.extend_hashes(raw_sha256)
         self.requests[step["req"]] = request
         self.hits.pop(step["req"], None)
-        expect(f"{where} hashes", len(request.hashes), self._result(step, "num_hashes"))
+        theirs = step["result"] if isinstance(step["result"], int) else step["result"]["num_hashes"]
+        expect(f"{where} hashes", len(request.hashes), theirs)
 
     def get_computed_blocks(self, step: Row, where: str) -> None:
         """A lookup."""
         hit = self.manager.lookup(self.requests[step["req"]])
         self.hits[step["req"]] = hit
-        expect(f"{where} hit tokens", len(hit) * self.block_size, self._result(step, "hit_tokens"))
-        expect(f"{where} hit blocks", hit.tolist(), self._result(step, "block_ids")[0])
+        expect(f"{where} hit tokens", hit.tokens, step["result"]["hit_tokens"])
+        expect(f"{where} hit blocks", [blocks.tolist() for blocks in hit.blocks], step["result"]["block_ids"])
+        boundary = step["result"].get("shared_prefix_boundary", hit.boundary)
+        expect(f"{where} shared prefix", hit.boundary, boundary)
+        if step.get("remember"):  # as the scheduler does; the recordings in ../shared do not
+            self.requests[step["req"]].shared_boundary = hit.boundary
 
     def allocate_slots(self, step: Row, where: str) -> None:
         """An allocation, then the recorder's own bookkeeping."""
         request = self.requests[step["req"]]
-        hit = self.hits.pop(step["req"], np.empty(0, dtype=np.int32))
-        computed = len(hit) * self.block_size
+        hit = self.hits.pop(step["req"], None)
+        computed = hit.tokens if hit else 0
         new = self.manager.allocate_slots(
             request,
             step["num_new_tokens"],
@@ -201,12 +259,35 @@ class PoolReplay:
         if result is None or new is None:
             expect(f"{where} fits", new is not None, result is not None)
             return
-        expect(f"{where} new blocks", new.tolist(), result["new_block_ids"][0])
-        expect(f"{where} table", self.manager.blocks_of(step["req"]).tolist(), result["table"][0])
+        expect(f"{where} new blocks", [blocks.tolist() for blocks in new], result["new_block_ids"])
+        for group, theirs in enumerate(result["table"]):
+            expect(f"{where} table of group {group}", self.manager.blocks_of(step["req"], group).tolist(), theirs)
+        copies, owners = self.manager.take_copies()
+        expect(f"{where} copies", copies.tolist(), result.get("copies", []))
+        for owner in owners:
+            self.manager.release(owner)
         request.num_computed += computed + step["num_new_tokens"]
         expect(f"{where} computed", request.num_computed, result.get("num_computed_tokens_after", request.num_computed))
         if request.status is not Status.RUNNING:
             request.move_to(Status.RUNNING)
+
+    def compare_events(self, theirs: list[Any], where: str) -> None:
+        """KV events in order; hashes differ in value, so ours must stand where theirs do (one each for good)."""
+        ours = [event_of(event) for event in self.manager.pool.events or ()]
+        expect(f"{where} kinds of events", [event[0] for event in ours], [event[0] for event in theirs])
+        for mine, other in zip(ours, theirs, strict=True):
+            if mine[0] == "stored":
+                expect(f"{where} stored", [mine[1], *mine[4:]], [other[1], *other[4:]])
+                expect(f"{where} stored hashes", len(mine[2]), len(other[2]))
+                for key, hashed in zip([*mine[2], mine[3]], [*other[2], other[3]], strict=True):
+                    expect(f"{where} the hash", self.hashes.setdefault(hashed, key), key)
+        gone = [[(e[1], e[2]) for e in side if e[0] == "removed"] for side in (ours, theirs)]
+        gone[1] = [(group, self.hashes.get(hashed)) for group, hashed in gone[1]]
+        expect(f"{where} removed", sorted(gone[0]), sorted(gone[1]))
+
+    def new_step(self, step: Row, where: str) -> None:
+        """What was registered before has been computed."""
+        self.manager.new_step()
 
     def append_output(self, step: Row, where: str) -> None:
         """Sampled tokens."""
@@ -231,11 +312,6 @@ class PoolReplay:
         """All cached content forgotten, if nothing is in use."""
         result = step["result"]
         expect(f"{where} reset", self.manager.pool.reset_prefix_cache(), result)
-
-    @staticmethod
-    def _result(step: Row, name: str) -> Any:
-        result = step["result"]
-        return result[name] if isinstance(result, dict) else result
 
 
 def replay_pool(row: Row) -> None:

@@ -8,12 +8,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdkv.core.blocks.encoding import cbor
+from pdkv.core.blocks.extra_keys import ExtraKeySource, LoraAdapter, MultiModalItem
 from pdkv.core.blocks.hashing import NONE_HASH, extend_hashes, raw_sha256
 
 
 def hashes_of(tokens: list[int], block_size: int = 4, salt: str | None = None) -> list[bytes]:
     hashes: list[bytes] = []
-    extend_hashes(hashes, np.asarray(tokens, dtype=np.int32), block_size, raw_sha256, salt)
+    extend_hashes(hashes, np.asarray(tokens, dtype=np.int32), block_size, raw_sha256, ExtraKeySource(None, (), salt))
     return hashes
 
 
@@ -22,7 +24,7 @@ def test_definition() -> None:
     first = hashlib.sha256(NONE_HASH + tokens[:4].tobytes()).digest()
     second = hashlib.sha256(first + tokens[4:].tobytes()).digest()
     assert hashes_of(list(range(8))) == [first, second]
-    salted = hashlib.sha256(NONE_HASH + tokens[:4].tobytes() + b"cache_salt\0s").digest()
+    salted = hashlib.sha256(NONE_HASH + tokens[:4].tobytes() + cbor((("cache_salt", "s"),))).digest()
     assert hashes_of(list(range(8)), salt="s") == [salted, hashlib.sha256(salted + tokens[4:].tobytes()).digest()]
 
 
@@ -47,7 +49,9 @@ def test_salt_separates_every_block() -> None:
 def test_incremental_equals_one_shot(tokens: list[int], cuts: list[int], block_size: int) -> None:
     hashes: list[bytes] = []
     for cut in (*sorted(cuts), len(tokens)):
-        extend_hashes(hashes, np.asarray(tokens[:cut], dtype=np.int32), block_size, raw_sha256, "salt")
+        extend_hashes(
+            hashes, np.asarray(tokens[:cut], dtype=np.int32), block_size, raw_sha256, ExtraKeySource(None, (), "salt")
+        )
     assert hashes == hashes_of(tokens, block_size, "salt")
 
 
@@ -55,5 +59,35 @@ def test_views_of_any_layout_hash_the_same() -> None:
     wide = np.repeat(np.arange(8, dtype=np.int32), 2)
     assert hashes_of(list(range(8))) == hashes_of(wide[::2].tolist())
     hashes: list[bytes] = []
-    extend_hashes(hashes, wide[::2], 4, raw_sha256, None)
+    extend_hashes(hashes, wide[::2], 4, raw_sha256, ExtraKeySource(None, (), None))
     assert hashes == hashes_of(list(range(8)))
+
+
+def test_extra_keys_stand_in_the_order_of_the_reference_and_where_they_belong() -> None:
+    items = (MultiModalItem("x", 3, 6), MultiModalItem("y", 9, 1), MultiModalItem("x", 14, 4))
+    keys = ExtraKeySource(LoraAdapter("a", "/a"), items, "s")
+    lora = ("lora", "a", "/a")
+    assert keys.of(0, 4) == (lora, ("mm", "x", 3), ("cache_salt", "s"))
+    assert keys.of(4, 8) == (lora, ("mm", "x", -1))
+    assert keys.of(8, 12) == (lora, ("mm", "x", -5), ("mm", "y", 1))
+    assert keys.of(12, 16) == (lora, ("mm", "x", 2))
+    assert keys.of(16, 20) == (lora, ("mm", "x", -2))
+    assert keys.of(20, 24) == (lora,)
+    assert ExtraKeySource(None, (), "").empty
+
+
+def test_what_differs_in_extra_keys_shares_nothing_from_there_on() -> None:
+    tokens = np.arange(16, dtype=np.int32)
+    sources = [
+        ExtraKeySource(None, (), None),
+        ExtraKeySource(LoraAdapter("a", "/a"), (), None),
+        ExtraKeySource(LoraAdapter("a", "/b"), (), None),  # a name that points elsewhere now
+        ExtraKeySource(None, (MultiModalItem("x", 5, 2),), None),
+        ExtraKeySource(None, (MultiModalItem("x", 6, 2),), None),
+    ]
+    chains: list[list[bytes]] = []
+    for source in sources:
+        chains.append([])
+        extend_hashes(chains[-1], tokens, 4, raw_sha256, source)
+    assert len({chain[0] for chain in chains}) == 3  # the items begin in the second unit
+    assert all(len({chain[i] for chain in chains}) == len(chains) for i in (1, 2, 3))

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pdkv.core.blocks.groups import FullGroup, granularity
 from pdkv.core.blocks.hashing import raw_sha256
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.ledger import Account
@@ -29,8 +30,14 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(2, 14), watermark=st.sampled_from([0.0, 0.2]), caching=st.booleans())
     def start(self, num_blocks: int, watermark: float, caching: bool) -> None:
+        groups = (FullGroup(block_size=BLOCK),)
         self.manager = KVCacheManager(
-            num_blocks=num_blocks, block_size=BLOCK, max_model_len=16, watermark=watermark, enable_caching=caching
+            num_blocks=num_blocks,
+            groups=groups,
+            sizes=granularity(groups, hash_tokens=None, enable_caching=caching),
+            max_model_len=16,
+            watermark=watermark,
+            enable_caching=caching,
         )
         self.tables: dict[str, list[int]] = {}
         self.live: dict[str, Request] = {}
@@ -47,7 +54,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def arrive(self, tokens: list[int]) -> None:
         self.count += 1
         new = NewRequest(request_id=f"r{self.count}", prompt=np.asarray(tokens, dtype=np.int32), max_tokens=99)
-        request = Request(new, arrival_ns=0, sequence=self.count, block_size=BLOCK)
+        request = Request(new, arrival_ns=0, sequence=self.count, hash_tokens=BLOCK)
         if self.manager.pool.enable_caching:
             request.extend_hashes(raw_sha256)
         self.live[request.request_id] = request
@@ -62,7 +69,8 @@ class ManagerMachine(RuleBasedStateMachine):
         request = self.live[key]
         manager, pool = self.manager, self.manager.pool
         fresh = request.status is not Status.RUNNING
-        hit = manager.lookup(request) if fresh else np.empty(0, dtype=np.int32)
+        found = manager.lookup(request) if fresh else None
+        hit = found.blocks[0] if found else np.empty(0, dtype=np.int32)
         for block, name in zip(hit.tolist(), request.hashes, strict=False):
             assert self.content[block] == name, "a hit on a block whose content is another"
         local = request.num_computed + len(hit) * BLOCK
@@ -80,7 +88,7 @@ class ManagerMachine(RuleBasedStateMachine):
             whole = -(-request.num_tokens // BLOCK) - len(self.tables.get(key, [])) - len(hit)
             fits = fits and max(whole, 0) + idle + watermark <= free
         got = manager.allocate_slots(
-            request, new, hit=hit, external_tokens=external, delay_cache=bool(external),
+            request, new, hit=found, external_tokens=external, delay_cache=bool(external),
             full_sequence_must_fit=full, reserved_blocks=reserved, has_scheduled=running,
         )  # fmt: skip
         assert (got is not None) == fits
@@ -90,7 +98,7 @@ class ManagerMachine(RuleBasedStateMachine):
         queue = [block for block in before if block not in hit.tolist()]
         taken = queue[: max(missing, 0)]
         assert not any(self.owned(block) for block in taken), "a block handed out twice"
-        assert got.tolist() == ([] if external else taken)
+        assert got[0].tolist() == ([] if external else taken)
         self.tables[key] = [*self.tables.get(key, []), *hit.tolist(), *taken]
         request.num_computed = local + external + new
         if fresh:

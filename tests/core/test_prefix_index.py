@@ -30,16 +30,17 @@ class Naive:
     def drop(self, blocks: list[int]) -> tuple[bytes, ...]:
         dropped = []
         for block in blocks:
-            pair = next((pair for pair in self.pairs if pair[1] == block), None)
-            if pair is not None:
-                self.pairs.remove(pair)
-                dropped.append(pair[0])
+            dropped += self.keys_of(block)
+            self.pairs = [pair for pair in self.pairs if pair[1] != block]
         return tuple(dropped)
+
+    def keys_of(self, block: int) -> tuple[bytes, ...]:
+        return tuple(key for key, other in self.pairs if other == block)
 
 
 KEYS = [bytes([i]) for i in range(4)]
 OPERATION = st.tuples(
-    st.sampled_from(["insert", "drop", "lookup", "clear"]),
+    st.sampled_from(["insert", "alias", "drop", "lookup", "clear"]),
     st.lists(st.integers(0, BLOCKS - 1), max_size=4, unique=True),
     st.lists(st.sampled_from(KEYS), min_size=4, max_size=4),
 )
@@ -55,13 +56,19 @@ def test_equals_a_naive_index(operations: list[tuple[str, list[int], list[bytes]
             fresh = [block for block in blocks if block not in taken]
             index.insert(keys[: len(fresh)], np.asarray(fresh, dtype=np.int32))
             model.pairs += zip(keys, fresh, strict=False)
+        elif name == "alias" and blocks and keys[0] not in model.keys_of(blocks[0]):
+            index.add_alias(keys[0], blocks[0])
+            model.pairs.append((keys[0], blocks[0]))
         elif name == "drop":
             assert index.drop(blocks) == model.drop(blocks)
         elif name == "clear" and len(blocks) == 4:
             index.clear()
             model.pairs.clear()
         for key in KEYS:
-            assert index.lookup([key]).tolist() == model.lookup([key])
+            found = model.lookup([key])
+            assert index.lookup([key]).tolist() == found
+            assert index.find(key) == (found[0] if found else None)
+        assert all(index.keys_of(block) == model.keys_of(block) for block in range(BLOCKS))
         assert index.lookup(keys).tolist() == model.lookup(keys)
 
 

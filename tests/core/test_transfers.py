@@ -369,7 +369,7 @@ def test_a_victim_chosen_earlier_in_the_step_leaves_no_promise_behind() -> None:
     plan, events = step(engine)  # late gets its last two blocks, then soon needs one
     assert [(event.request_id, event.lost_tokens) for event in events if isinstance(event, Preempted)] == [("late", 20)]
     assert plan.batch.request_ids == ("soon",)
-    assert len(engine.manager.pool.index.lookup(late.hashes)) == 5  # not the sixth: nobody has written it
+    assert len(engine.manager.pool.indexes[0].lookup(late.hashes)) == 5  # not the sixth: nobody has written it
 
 
 def test_a_step_that_only_preempted_is_followed_by_another_at_once() -> None:

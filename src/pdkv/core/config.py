@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pdkv.core.blocks.groups import FullGroup, Granularity, Group, StateGroup, check_groups, granularity
 from pdkv.errors import ConfigError
 from pdkv.units import NS_PER_S
 
@@ -17,24 +18,44 @@ class TransferPolicy:
     bounded_waits: bool  # loads and fences have deadlines
     loaded_skips_watermark: bool  # a request whose KV has arrived is not held back by the watermark
     load_failure: str  # "recompute" | "fail"
+    abort_frees_hits: bool = True  # an aborted load's own prefix hits come back at once: its READ does not touch them
+    failure_frees_at_once: bool = True  # a failed load's blocks come back when it is reported, not when next looked at
 
 
 STRICT = TransferPolicy(
     name="strict", share_loads=True, bounded_waits=True, loaded_skips_watermark=True, load_failure="recompute"
 )
 VLLM = TransferPolicy(
-    name="vllm", share_loads=False, bounded_waits=False, loaded_skips_watermark=False, load_failure="fail"
+    name="vllm",
+    share_loads=False,
+    bounded_waits=False,
+    loaded_skips_watermark=False,
+    load_failure="fail",
+    abort_frees_hits=False,
+    failure_frees_at_once=False,
 )
 TRANSFER_POLICIES = {policy.name: policy for policy in (STRICT, VLLM)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One instance's memory and scheduling. Durations are integer nanoseconds; defaults are vLLM's where it has one."""
+    """One instance's memory and scheduling. Durations are integer nanoseconds; defaults are vLLM's where it has one.
+
+    ``groups`` are the model's KV groups (default: one of full attention, ``block_size`` tokens a block).
+    ``prefix_match_unit`` is the tokens of one block hash (default: the greatest common divisor of the block sizes).
+    ``prefix_cache_retention_interval`` thins what window and state groups keep for hits: 0 where a request can be
+    resumed, N every N tokens as well, ``None`` everywhere. ``kv_events`` collects what enters and leaves the prefix
+    cache, ``kv_metrics_sample`` (0, 1] the times of that share of all blocks (vLLM: 0.01 when on).
+    """
 
     num_blocks: int
     block_size: int
     max_model_len: int
+    groups: tuple[Group, ...] = ()
+    prefix_match_unit: int | None = None
+    prefix_cache_retention_interval: int | None = 0
+    kv_events: bool = False
+    kv_metrics_sample: float | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int = 0
@@ -54,6 +75,11 @@ class EngineConfig:
         for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not self.groups:
+            object.__setattr__(self, "groups", (FullGroup(block_size=self.block_size),))
+        caching, interval = self.enable_prefix_caching, self.prefix_cache_retention_interval
+        check_groups(self.groups, enable_caching=caching, retention_interval=interval)
+        _ = self.sizes
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is smaller than max_num_seqs "
@@ -67,19 +93,28 @@ class EngineConfig:
             )
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is {self.watermark}; it is a share of the pool in [0, 1)")
+        if self.kv_metrics_sample is not None and not 0 < self.kv_metrics_sample <= 1:
+            raise ConfigError(f"kv_metrics_sample is {self.kv_metrics_sample}; it is a share of all blocks in (0, 1]")
         if not 0 < self.max_leased_fraction <= 1:
             raise ConfigError(f"max_leased_fraction is {self.max_leased_fraction}; it is a share of the pool in (0, 1]")
         if self.transfer.load_failure not in ("recompute", "fail"):
             raise ConfigError(f"load failure policy is {self.transfer.load_failure!r}; use 'recompute' or 'fail'")
 
     @property
-    def max_request_tokens(self) -> int:
-        """Where a request ends by length at the latest: the model's length, or what a pool smaller than that holds.
+    def sizes(self) -> Granularity:
+        """Tokens of the scheduler's block, of a hash, and between two places where a hit can end."""
+        return granularity(self.groups, hash_tokens=self.prefix_match_unit, enable_caching=self.enable_prefix_caching)
 
-        The last token is sampled, never computed, hence the one beyond the pool. Without this bound a request that
-        outgrows the whole pool would preempt itself and wait for ever, with everybody behind it.
-        """
-        return min(self.max_model_len, (self.num_blocks - 1) * self.block_size + 1)
+    @property
+    def state_block_size(self) -> int | None:
+        """Tokens between two places where states are kept, at which chunks must end; ``None`` without such groups."""
+        sizes = (group.block_size for group in self.groups if isinstance(group, StateGroup) and group.aligned)
+        return next(sizes, None)
+
+    @property
+    def max_in_flight_tokens(self) -> int:
+        """Tokens that can be scheduled and not yet settled; windows keep their blocks for those."""
+        return self.max_outstanding_plans * self.max_num_batched_tokens
 
     @property
     def lease_extension_ns(self) -> int:

@@ -10,7 +10,9 @@ import numpy as np
 
 from pdkv.core import stride
 from pdkv.core.blocks.hashing import HashFunction, raw_sha256
+from pdkv.core.blocks.kv_events import KvEvent
 from pdkv.core.blocks.manager import KVCacheManager
+from pdkv.core.blocks.residency import Eviction, Residency
 from pdkv.core.config import EngineConfig
 from pdkv.core.journal import Journal
 from pdkv.core.ports import (
@@ -68,11 +70,20 @@ class Engine:
         self._journal = Journal()
         self.manager = KVCacheManager(
             num_blocks=config.num_blocks,
-            block_size=config.block_size,
+            groups=config.groups,
+            sizes=config.sizes,
             max_model_len=config.max_model_len,
             watermark=config.watermark,
             enable_caching=config.enable_prefix_caching,
+            max_in_flight_tokens=config.max_in_flight_tokens,
+            retention_interval=config.prefix_cache_retention_interval,
         )
+        if config.kv_events:
+            self.manager.pool.events = []
+        if config.kv_metrics_sample is not None:
+            self.manager.pool.residency = Residency(
+                config.kv_metrics_sample, identity.nonce, lambda: self._journal.now_ns
+            )
         lease_slots = LeaseSlots(slots, nonce=identity.nonce, secret=identity.secret)
         self.producer = Producer(config, self.manager, lease_slots, self._journal)
         self.consumer = Consumer(config, identity.engine_id, self.manager, self._journal)
@@ -98,11 +109,16 @@ class Engine:
         if new.max_tokens < 1:
             raise BadRequest(f"max_tokens is {new.max_tokens}; ask for at least 1")
         usable = self.config.num_blocks - 1
-        needed = cdiv(length + 1, self.config.block_size)
+        needed = self.manager.blocks_for(length + 1)
         if needed > usable:
             raise DoesNotFit(
                 f"the prompt needs {needed} blocks of {self.config.block_size} tokens; the whole pool has {usable}. "
                 "Shorten the prompt or give the instance more KV memory (--kv-cache-memory-bytes)"
+            )
+        if (new.source is not None or new.produce) and not self.manager.plain:
+            raise BadRequest(
+                f"this instance's model has {len(self.config.groups)} KV group(s) that are not one of full attention; "
+                "only such KV can be transferred between instances. Send the request without kv_transfer_params"
             )
         if new.source is not None:
             self._validate_source(new)
@@ -127,10 +143,11 @@ class Engine:
         self._run_timers()
         step_id, self._next_step = self._next_step, self._next_step + 1
         rows = self.scheduler.schedule(step_id)
+        copies = self.scheduler.take_copies(step_id)
         self._outstanding.append((step_id, rows))
         return Plan(
             step_id=step_id,
-            batch=self._batch(rows),
+            batch=self._batch(rows, copies),
             reads=self.consumer.take_reads(),
             cancels=self.consumer.take_cancels(),
             messages=self.consumer.take_messages(),
@@ -190,6 +207,19 @@ class Engine:
             holders=tuple(self.manager.holders()),
         )
 
+    def take_kv_events(self) -> tuple[KvEvent, ...]:
+        """What entered and left the prefix cache since the last call; empty unless ``kv_events``."""
+        events = self.manager.pool.events
+        if not events:
+            return ()
+        self.manager.pool.events = []
+        return tuple(events)
+
+    def take_evictions(self) -> tuple[Eviction, ...]:
+        """Times of sampled blocks whose life ended since the last call; empty unless ``kv_metrics_sample``."""
+        residency = self.manager.pool.residency
+        return residency.take() if residency is not None else ()
+
     def check(self) -> None:
         """Recount everything; raises ``AssertionError`` on any difference."""
         self.manager.check()
@@ -233,7 +263,7 @@ class Engine:
         self.validate(new)
         assert new.request_id not in self.requests, f"request id {new.request_id} is in use"
         request = Request(
-            new, arrival_ns=self._journal.now_ns, sequence=self._sequence, block_size=self.config.block_size
+            new, arrival_ns=self._journal.now_ns, sequence=self._sequence, hash_tokens=self.config.sizes.hash_tokens
         )
         self._sequence += 1
         self.requests[new.request_id] = request
@@ -257,18 +287,15 @@ class Engine:
                 del self.requests[event.request_id]
         return events
 
-    def _batch(self, rows: list[Row]) -> Batch:
+    def _batch(self, rows: list[Row], copies: Int32Array) -> Batch:
         count = len(rows)
         scheduled = np.fromiter((row.tokens for row in rows), dtype=np.int32, count=count)
         computed = np.fromiter((row.start for row in rows), dtype=np.int32, count=count)
-        tables = [self.manager.blocks_of(row.request.request_id) for row in rows]
-        width = max((len(table) for table in tables), default=0)
-        block_tables = np.zeros((count, width), dtype=np.int32)
+        tables = tuple(self._block_tables(rows, group) for group in range(len(self.config.groups)))
         tokens = np.zeros(int(scheduled.sum()), dtype=np.int32)
         pending = np.zeros(count, dtype=np.bool_)
         at = 0
-        for index, (row, table) in enumerate(zip(rows, tables, strict=True)):
-            block_tables[index, : len(table)] = table
+        for index, row in enumerate(rows):
             known = row.request.tokens[row.start : row.start + row.tokens]
             tokens[at : at + len(known)] = known
             pending[index] = len(known) < row.tokens
@@ -279,6 +306,15 @@ class Engine:
             num_computed=computed,
             tokens=tokens,
             pending=pending,
-            block_tables=block_tables,
+            block_tables=tables[0],
+            group_tables=tables,
+            copies=copies,
             samples=np.fromiter((row.samples for row in rows), dtype=np.bool_, count=count),
         )
+
+    def _block_tables(self, rows: list[Row], group: int) -> Int32Array:
+        tables = [self.manager.blocks_of(row.request.request_id, group) for row in rows]
+        padded = np.zeros((len(rows), max((len(table) for table in tables), default=0)), dtype=np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        return padded

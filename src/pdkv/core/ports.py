@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pdkv.core.blocks.extra_keys import LoraAdapter, MultiModalItem
+
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -65,6 +67,10 @@ class RemoteSource(msgspec.Struct, frozen=True, kw_only=True):
 class NewRequest:
     """A prompt to serve. ``prompt`` is int32[n], n >= 1; ``stop_token_ids`` already contains EOS unless ignored.
 
+    ``cache_salt``, ``lora`` and ``items`` (by offset) make equal tokens differ in the prefix cache.
+    ``skip_reading_prefix_cache`` computes every token anew (it may still be hit by others); ``report_hits`` announces
+    the blocks it hits in the KV events once more.
+
     ``produce`` keeps the KV under a lease when the request finishes (P's leg: ``do_remote_decode``); ``source`` says
     where the prompt's KV already is (D's leg: ``do_remote_prefill``).
     """
@@ -76,6 +82,10 @@ class NewRequest:
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     cache_salt: str | None = None
+    lora: LoraAdapter | None = None
+    items: tuple[MultiModalItem, ...] = ()
+    skip_reading_prefix_cache: bool = False
+    report_hits: bool = False
     produce: bool = False
     source: RemoteSource | None = None
 
@@ -157,8 +167,10 @@ class Batch:
     ``tokens`` int32[sum(num_scheduled)] are the rows' input tokens, flattened. Where ``pending[i]``, the last of row
     i's tokens is not known yet: it is the one that a still outstanding plan samples for that request, and the executor
     puts it in (asynchronous scheduling). ``block_tables`` int32[n, width] hold at least the blocks of
-    ``num_computed + num_scheduled`` tokens, padded with 0, the null block. ``samples[i]``: row i ends at the last known
-    token, so a next token is sampled.
+    ``num_computed + num_scheduled`` tokens, padded with 0, the null block. ``group_tables`` are those of every group of
+    layers, ``block_tables`` the first of them; a null block stands where no later token looks. ``copies`` int32[m, 2]:
+    before anything else, block ``[i, 0]`` is copied to block ``[i, 1]`` (copy on write). ``samples[i]``: row i ends at
+    the last known token, so a next token is sampled.
     """
 
     request_ids: tuple[str, ...]
@@ -168,6 +180,8 @@ class Batch:
     pending: BoolArray
     block_tables: Int32Array
     samples: BoolArray
+    group_tables: tuple[Int32Array, ...] = ()
+    copies: Int32Array = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
 
     def __len__(self) -> int:
         return len(self.request_ids)

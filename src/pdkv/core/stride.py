@@ -16,12 +16,15 @@ from pdkv.units import cdiv
 def quiet_steps(scheduler: Scheduler, manager: KVCacheManager, config: EngineConfig, limit: int) -> int:
     """How many steps only decode: no admission, no end by length, and free blocks for all the growth."""
     running = scheduler.running
+    if not manager.plain:  # groups that recycle blocks are stepped one by one
+        return 0
     if not running or len(running) > config.max_num_batched_tokens:
         return 0
     if any(request.num_tokens - request.num_computed != 1 for request in running):
         return 0
     waiting = bool(scheduler.waiting or scheduler.holding)
-    steps = min(limit, min(request.tokens_left(config.max_request_tokens) for request in running) - 1)
+    most = manager.max_request_tokens
+    steps = min(limit, min(request.tokens_left(most) for request in running) - 1)
     if waiting and len(running) < config.max_num_seqs:
         steps = min(steps, _steps_blocked(running, scheduler.blocked_by, manager))
     if steps <= 0:
@@ -38,7 +41,7 @@ def _steps_blocked(running: list[Request], head: Request | None, manager: KVCach
         return steps
     for request in running:
         full = request.num_computed // size
-        same = len(head.hashes) > full and head.new.cache_salt == request.new.cache_salt
+        same = len(head.hashes) > full and head.extra_keys.alike(request.extra_keys)
         if same and (full == 0 or head.hashes[full - 1] == request.hashes[full - 1]):
             tail = request.tokens[full * size :]
             if np.array_equal(tail, head.tokens[full * size : request.num_tokens]):

@@ -35,7 +35,7 @@ def cbor(value: Any) -> bytes:
     if isinstance(value, bytes):
         return cbor_head(2, len(value)) + value
     if isinstance(value, str):
-        text = value.encode()
+        text = value.encode("utf-8", "surrogatepass")
         return cbor_head(3, len(text)) + text
     assert isinstance(value, tuple), f"cbor: {type(value).__name__} is not a plain value"
     return cbor_head(4, len(value)) + b"".join(map(cbor, value))

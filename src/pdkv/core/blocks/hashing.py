@@ -63,7 +63,7 @@ def raw_hash(digest: DigestFunction, none_hash: bytes) -> HashFunction:
         for row, start in enumerate(range(0, len(data), width)):
             content = last + data[start : start + width]
             if extra and row in extra:
-                content += _raw_extra(extra[row])
+                content += cbor(extra[row])
             last = digest(content)
             hashes.append(last)
         return hashes
@@ -71,14 +71,7 @@ def raw_hash(digest: DigestFunction, none_hash: bytes) -> HashFunction:
     return chain
 
 
-def _raw_extra(keys: ExtraKeys) -> bytes:
-    """A lone salt as text, everything else as CBOR, which never starts with a letter."""
-    if len(keys) == 1 and keys[0][0] == "cache_salt":
-        return b"cache_salt\0" + str(keys[0][1]).encode()
-    return cbor(keys)
-
-
-#: pdkv's own default (design 6.6): SHA-256 over parent, tokens and extra keys.
+#: pdkv's own default (design 6.6): SHA-256 over parent, little-endian int32 tokens and, as CBOR, extra keys.
 raw_sha256 = raw_hash(sha256_digest, NONE_HASH)
 
 

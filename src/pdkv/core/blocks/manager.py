@@ -1,73 +1,127 @@
 """The only way in to the blocks: who holds which, lookup, allocation in vLLM's exact order, release.
 
-First form: one group of uniform full-attention layers. Rules: spec block-pool sections 4-7.
+What a kind of layer decides is in `blocks/kinds`; here is what holds for all groups together (spec block-pool 4-7).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from pdkv.core.blocks.pool import NULL_BLOCK, BlockPool
-from pdkv.core.blocks.tables import BlockTable
+from pdkv.core.blocks.groups import FullGroup, Granularity, Group
+from pdkv.core.blocks.holders import GroupHold, Hit, Holder, no_hit
+from pdkv.core.blocks.kinds import kind_of
+from pdkv.core.blocks.kinds.base import Demand, Settings
+from pdkv.core.blocks.kinds.state import StateKind
+from pdkv.core.blocks.lookup import PrefixLookup
+from pdkv.core.blocks.pool import BlockPool
+from pdkv.core.blocks.tables import NULL_BLOCK
 from pdkv.core.ledger import Account
 from pdkv.core.ports import HolderView, Int32Array
 from pdkv.core.scheduler.request import Request, Status
-from pdkv.units import cdiv
 
 _EMPTY = np.empty(0, dtype=np.int32)
 
 
-@dataclass(slots=True)
-class Holder:
-    """One owner of blocks: a request, a lease, a quarantined transfer, a deferred free."""
-
-    request_id: str
-    account: Account
-    cause: str
-    since_ns: int
-    deadline_ns: int | None = None
-    table: BlockTable = field(default_factory=BlockTable)
-    num_hashed: int = 0  # leading blocks of a request that are registered in the prefix index
-
-
 class KVCacheManager:
-    """Blocks of one instance by owner. Keys are request ids for requests and private strings for the rest."""
+    """Blocks of one instance by owner. Keys are request ids for requests and private strings for the rest.
+
+    All groups share the pool. Where no group is named, group 0 is meant: transfers, leases and strides work on models
+    of one group of full attention only (`plain`), which the engine makes sure of.
+    """
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_model_len: int, watermark: float, enable_caching: bool
+        self,
+        *,
+        num_blocks: int,
+        groups: Sequence[Group],
+        sizes: Granularity,
+        max_model_len: int,
+        watermark: float = 0.0,
+        enable_caching: bool = True,
+        max_in_flight_tokens: int | None = None,
+        retention_interval: int | None = 0,
     ) -> None:
-        self.pool = BlockPool(num_blocks, enable_caching=enable_caching)
-        self.block_size = block_size
+        self.pool = BlockPool(num_blocks, enable_caching=enable_caching, num_groups=len(groups))
+        self.sizes = sizes
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * num_blocks)
         self.now_ns = 0
+        settings = Settings(
+            sizes=sizes,
+            max_model_len=max_model_len,
+            max_in_flight_tokens=max_model_len if max_in_flight_tokens is None else max_in_flight_tokens,
+            retention_interval=retention_interval,
+        )
+        self.kinds = tuple(kind_of(spec, number, self.pool, settings) for number, spec in enumerate(groups))
+        self.plain = len(groups) == 1 and isinstance(groups[0], FullGroup)
+        self.block_size = groups[0].block_size
+        self._states = [kind for kind in self.kinds if isinstance(kind, StateKind)]
+        self._lookup = PrefixLookup(self.kinds)
+        self._nothing = no_hit(len(groups))
         self._holders: dict[str, Holder] = {}
+        # Where a request ends by length at the latest: the model's length, or what a pool smaller than that holds. The
+        # last token is sampled, never computed, hence the one beyond the pool. Without this bound a request that
+        # outgrows the whole pool would preempt itself and wait for ever, with everybody behind it.
+        resident = self._most_tokens(lambda tokens: sum(kind.resident_blocks(tokens) for kind in self.kinds))
+        self.max_request_tokens = min(max_model_len, resident + 1)
+        self._gate_tokens = self._most_tokens(self.blocks_for)
+        self._copies: list[tuple[int, str, int, int]] = []  # (group, owner key, source, target) for the next plan
+        self._num_copies = 0
+
+    def _most_tokens(self, blocks: Callable[[int], int]) -> int:
+        """The most tokens of which ``blocks`` says that they fit the pool, at most the model's length."""
+        low, high = 0, self.max_model_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if blocks(middle) <= self.pool.num_blocks - 1 else (low, middle - 1)
+        return low
 
     # ---------------------------------------------------------------------------------------------------- looking
 
-    def blocks_of(self, key: str) -> Int32Array:
-        """int32[n]: the owner's blocks in token order; a view, empty for an unknown owner."""
+    def blocks_of(self, key: str, group: int = 0) -> Int32Array:
+        """int32[n]: the owner's blocks in token order, null where none is needed; a view, empty if unknown."""
         holder = self._holders.get(key)
-        return holder.table.ids if holder else _EMPTY
+        return holder.groups[group].table.ids if holder else _EMPTY
 
     def num_blocks_of(self, key: str) -> int:
-        """How many blocks the owner holds."""
+        """How many blocks the owner holds, over all groups."""
         holder = self._holders.get(key)
-        return len(holder.table) if holder else 0
+        if holder is None:
+            return 0
+        return len(holder.groups[0].table) if self.plain else holder.num_blocks
 
-    def lookup(self, request: Request) -> Int32Array:
-        """int32[m]: cached blocks of the longest prefix of the request, at most ``num_tokens - 1`` tokens."""
-        if not self.pool.enable_caching:
-            return _EMPTY
-        limit = (request.num_tokens - 1) // self.block_size
-        return self.pool.index.lookup(request.hashes[:limit])
+    def lookup(self, request: Request) -> Hit:
+        """The longest cached prefix of the request, at most ``num_tokens - 1`` tokens."""
+        if not self.pool.enable_caching or request.new.skip_reading_prefix_cache:
+            return self._nothing
+        hit = self._lookup.find(request.hashes, request.num_tokens - 1)
+        if hit.tokens and request.new.report_hits and self.pool.events is not None:
+            for kind in self.kinds:
+                kind.note_hit(request, len(hit.blocks[kind.group]))
+        return hit
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold ``tokens`` tokens (never more than the model's length)."""
-        return cdiv(min(tokens, self.max_model_len), self.block_size)
+        """Blocks that ``tokens`` tokens (never more than the model's length) take at most at once, over all groups."""
+        return self._blocks_needed(None, self._whole(tokens))
+
+    def outgrown(self, request: Request) -> bool:
+        """Whether the admission gate could never let the request in again, though what it holds at once fits.
+
+        Windows hold few blocks while they decode, but the gate allows for whole batches in flight. The reference lets
+        such a request wait for ever once it is preempted; here it is computed again in small chunks, without the gate.
+        """
+        return request.num_tokens > self._gate_tokens
+
+    def blocks_missing(self, request: Request) -> int:
+        """Blocks that the request still needs for all its known tokens."""
+        whole = self._whole(request.num_tokens, request.num_computed)
+        return max(self._blocks_needed(self._holders.get(request.request_id), whole), 0)
+
+    def _whole(self, tokens: int, computed: int = 0) -> Demand:
+        tokens = min(tokens, self.max_model_len)
+        return Demand(slots=tokens, main=tokens, local=computed, total=computed, hit=self._nothing, whole=True)
 
     def holders(self) -> Iterator[HolderView]:
         """Every owner, as shown to the operator."""
@@ -75,7 +129,7 @@ class KVCacheManager:
             yield HolderView(
                 request_id=holder.request_id,
                 account=holder.account.name.lower(),
-                blocks=len(holder.table),
+                blocks=holder.num_blocks,
                 cause=holder.cause,
                 since_ns=holder.since_ns,
                 deadline_ns=holder.deadline_ns,
@@ -83,90 +137,119 @@ class KVCacheManager:
 
     # ------------------------------------------------------------------------------------------------- allocating
 
+    def new_step(self) -> None:
+        """A step begins: states registered before it are computed when it runs, so they may be hit."""
+        for kind in self._states:
+            kind.new_step()
+
     def allocate_slots(
         self,
         request: Request,
         new_tokens: int,
         *,
-        hit: Int32Array = _EMPTY,
+        hit: Hit | None = None,
         external_tokens: int = 0,
         lookahead_tokens: int = 0,
         delay_cache: bool = False,
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
         has_scheduled: bool = False,
-    ) -> Int32Array | None:
+    ) -> tuple[Int32Array, ...] | None:
         """Blocks for ``new_tokens`` behind what the request has, its ``hit`` blocks and its external tokens.
 
-        Returns int32[n], the blocks allocated now (neither hit nor external ones, as in vLLM), or ``None`` when they
-        do not fit, with nothing changed. Raises ``ValueError`` when nothing at all is asked for.
+        Returns one int32[n] a group, the entries appended now (neither hit nor external ones, as in vLLM), or ``None``
+        when they do not fit; then nothing has changed but that blocks no token looks at any more were given back.
+        Raises ``ValueError`` when nothing at all is asked for.
         """
-        if new_tokens == 0 and external_tokens == 0 and len(hit) == 0:
+        hit = hit or self._nothing
+        if new_tokens == 0 and external_tokens == 0 and hit.tokens == 0:
             raise ValueError("allocate_slots: no new, external or cached tokens")
-        local = request.num_computed + len(hit) * self.block_size
+        local = request.num_computed + hit.tokens
         total = min(local + external_tokens, self.max_model_len)
         waiting = request.status in (Status.WAITING, Status.PREEMPTED, Status.LOADED)
         watermark = self.watermark_blocks if has_scheduled and waiting else 0
-        held = self.num_blocks_of(request.request_id)
-        idle_hits = self.pool.num_idle(hit) if len(hit) else 0
-        free = self.pool.num_free
+        holder = self._holders.get(request.request_id)
         if full_sequence_must_fit:
-            full = max(self.blocks_for(request.num_tokens) - held - len(hit), 0) + idle_hits
-            if full + watermark > free:
+            known = min(request.num_tokens, self.max_model_len)
+            whole = Demand(slots=known, main=known, local=local, total=total, hit=hit, whole=True)
+            if self._blocks_needed(holder, whole) + watermark > self.pool.num_free:
                 return None
-        slots = total + new_tokens + lookahead_tokens
-        need = max(self.blocks_for(slots) - held - len(hit), 0) + idle_hits
-        if need + watermark > free - reserved_blocks:
+        main = total + new_tokens
+        demand = Demand(
+            slots=min(main + lookahead_tokens, self.max_model_len), main=main, local=local, total=total, hit=hit
+        )
+        if holder is not None:
+            for kind in self.kinds:
+                kind.drop_skipped(holder, max(0, total - request.in_flight_tokens))
+        if self._blocks_needed(holder, demand) + watermark > self.pool.num_free - reserved_blocks:
             return None
-        account = Account.LOADING if delay_cache else Account.RUNNING
-        holder = self._open(request.request_id, account)
-        if len(hit):
-            self.pool.touch(hit, account)
-            holder.table.extend(hit)
-            holder.num_hashed = len(holder.table)
-        if external_tokens:
-            self._grow(holder, self.blocks_for(total))
-        new = self._grow(holder, self.blocks_for(slots))
+        holder = self._open(request.request_id, Account.LOADING if delay_cache else Account.RUNNING)
+        if hit or external_tokens:
+            for kind in self.kinds:  # every group's hit first: a new block must not evict another group's hit
+                kind.adopt(holder, demand)
+            for kind in self.kinds:
+                kind.grow_external(holder, demand)
+        new = tuple(kind.grow(holder, demand) for kind in self.kinds)
+        self._own_copies(request.request_id)
         if not delay_cache:
             self.cache_blocks(request, min(total + new_tokens, request.num_tokens))
         return new
 
+    def _blocks_needed(self, holder: Holder | None, demand: Demand) -> int:
+        return sum(kind.blocks_needed(holder.groups[kind.group] if holder else None, demand) for kind in self.kinds)
+
     def _open(self, request_id: str, account: Account) -> Holder:
         holder = self._holders.get(request_id)
         if holder is None:
-            holder = Holder(request_id, account, account.name.lower(), self.now_ns)
+            groups = tuple(GroupHold() for _ in self.kinds)
+            holder = Holder(request_id, account, account.name.lower(), self.now_ns, groups)
             self._holders[request_id] = holder
         return holder
-
-    def _grow(self, holder: Holder, length: int) -> Int32Array:
-        missing = length - len(holder.table)
-        if missing <= 0:
-            return _EMPTY
-        blocks = self.pool.take(missing, holder.account)
-        holder.table.extend(blocks)
-        return blocks
 
     def grow_all(self, requests: list[Request], at: list[int]) -> None:
         """One more block for ``requests[i]`` for each i in ``at``, in that order: one bulk pop (engine.advance)."""
         blocks = self.pool.take(len(at), Account.RUNNING)
         for order, index in enumerate(at):
-            self._holders[requests[index].request_id].table.extend(blocks[order : order + 1])
+            self._holders[requests[index].request_id].groups[0].table.extend(blocks[order : order + 1])
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
-        """Register the request's full blocks below ``num_tokens`` in the prefix index."""
-        holder = self._holders[request.request_id]
-        full = num_tokens // self.block_size
-        if not self.pool.enable_caching or full <= holder.num_hashed:
+        """Register in the prefix index what the request has below ``num_tokens``, as far as a hit can end there."""
+        if not self.pool.enable_caching:
             return
-        self.pool.insert(request.hashes[holder.num_hashed : full], holder.table.ids[holder.num_hashed : full].copy())
-        holder.num_hashed = full
+        if len(self.kinds) > 1 and not self.sizes.fine_hits:
+            num_tokens -= num_tokens % self.sizes.scheduler_tokens
+        holder = self._holders[request.request_id]
+        boundaries: tuple[int, ...] = (request.num_prompt - 1,)
+        if request.shared_boundary:
+            boundaries += (request.shared_boundary,)
+        for kind in self.kinds:
+            kind.register(holder.groups[kind.group], request, num_tokens, boundaries)
+
+    # ------------------------------------------------------------------------------------------------ copies on write
+
+    def _own_copies(self, request_id: str) -> None:
+        """Both ends of a copy get an owner of their own, for the request may lose its blocks before the copy runs."""
+        for group, source, target in self.pool.copies:
+            key = f"copy:{self._num_copies}"
+            self._num_copies += 1
+            hold = GroupHold()
+            hold.table.extend(np.asarray([source, target], dtype=np.int32))
+            self._holders[key] = Holder(request_id, Account.RUNNING, "copied by the next plan", self.now_ns, (hold,))
+            self._copies.append((group, key, source, target))
+        self.pool.copies.clear()
+
+    def take_copies(self) -> tuple[Int32Array, list[str]]:
+        """int32[n, 2] (source, target) that the plan being made must copy first, and the owners to release after it."""
+        copies, self._copies = sorted(self._copies, key=lambda copy: copy[0]), []
+        pairs = np.asarray([copy[2:] for copy in copies], dtype=np.int32).reshape(-1, 2)
+        return pairs, [copy[1] for copy in copies]
 
     # --------------------------------------------------------------------------------------- changing hands, ending
 
     def move(self, key: str, account: Account, cause: str, deadline_ns: int | None = None) -> None:
         """The same owner, another account (LOADING -> LOADED_WAITING -> RUNNING, RETAINED -> DEFERRED ...)."""
         holder = self._holders[key]
-        self.pool.ledger.move(holder.table.ids, holder.account, account)
+        self.pool.ledger.move(holder.blocks, holder.account, account)
         holder.account, holder.cause, holder.deadline_ns, holder.since_ns = account, cause, deadline_ns, self.now_ns
 
     def set_deadline(self, key: str, deadline_ns: int) -> None:
@@ -179,44 +262,59 @@ class KVCacheManager:
         self._holders[new_key] = self._holders.pop(key)
 
     def trim(self, key: str, length: int) -> None:
-        """Give back all but the first ``length`` blocks."""
+        """Give back all but the first ``length`` blocks (of one group: leases)."""
         holder = self._holders[key]
-        self.pool.give_back(holder.table.cut(length)[::-1], holder.account)
-        holder.num_hashed = min(holder.num_hashed, length)
+        hold = holder.groups[0]
+        self.pool.give_back(hold.table.cut(length)[::-1], holder.account)
+        hold.num_hashed = min(hold.num_hashed, length)
 
     def release_head(self, key: str, length: int) -> None:
-        """Give back the first ``length`` blocks and keep the rest (whose positions shift)."""
+        """Give back the first ``length`` blocks and keep the rest, whose positions shift (of one group: transfers)."""
         holder = self._holders[key]
-        rest = holder.table.cut(length)
-        self.pool.give_back(holder.table.cut(0)[::-1], holder.account)
-        holder.table.extend(rest)
-        holder.num_hashed = 0
+        hold = holder.groups[0]
+        rest = hold.table.cut(length)
+        self.pool.give_back(hold.table.cut(0)[::-1], holder.account)
+        hold.table.extend(rest)
+        hold.num_hashed = 0
 
     def forget_from(self, request: Request, num_tokens: int) -> None:
         """Unregister blocks that hold tokens from ``num_tokens`` on: a step that was to write them is not run."""
-        holder = self._holders[request.request_id]
-        first = num_tokens // self.block_size
-        if holder.num_hashed > first:
-            blocks = holder.table.ids[first : holder.num_hashed].copy()
-            self.pool.unregister(blocks)
-            holder.num_hashed = first
+        for kind, hold in zip(self.kinds, self._holders[request.request_id].groups, strict=True):
+            first = num_tokens // kind.block_size
+            blocks = hold.table.ids[first:]
+            self.pool.unregister(blocks[blocks != NULL_BLOCK])
+            hold.num_hashed = min(hold.num_hashed, first)
 
-    def release(self, key: str) -> int:
-        """Give back all blocks, deepest first; returns how many. An unknown owner holds none."""
+    def release(self, key: str, *, joined: bool = False) -> int:
+        """Give back all blocks, deepest first; returns how many. An unknown owner holds none.
+
+        Group by group; ``joined``: as one batch, last group first (the order in which deferred frees come back).
+        """
         holder = self._holders.pop(key, None)
         if holder is None:
             return 0
-        self.pool.give_back(holder.table.ids[::-1].copy(), holder.account)
-        return len(holder.table)
+        if joined:
+            blocks = holder.blocks[::-1]
+            self.pool.give_back(blocks, holder.account)
+            return len(blocks)
+        count = 0
+        for hold in holder.groups:
+            ids = hold.table.ids[::-1]
+            blocks = ids[ids != NULL_BLOCK]
+            self.pool.give_back(blocks, holder.account)
+            count += len(blocks)
+        return count
 
     def check(self) -> None:
         """Recount pool, ledger and owners; raises ``AssertionError`` on any difference."""
         self.pool.check()
+        assert not self.pool.copies, "manager: a copy without an owner"
         claims = np.zeros(self.pool.num_blocks, dtype=np.int64)
         for key, holder in self._holders.items():
-            ids = holder.table.ids
-            assert len(np.unique(ids)) == len(ids), f"{key} holds a block twice"
-            assert not (ids == NULL_BLOCK).any(), f"{key} holds the null block"
-            claims[ids] += 1
+            blocks = holder.blocks
+            assert len(np.unique(blocks)) == len(blocks), f"{key} holds a block twice"
+            claims[blocks] += 1
+            for hold in holder.groups:
+                assert not hold.table.ids[: hold.num_dropped].any(), f"{key}: a block where none is needed any more"
         everything = np.arange(self.pool.num_blocks, dtype=np.int32)
         assert np.array_equal(claims, self.pool.ledger.holders(everything)), "manager: owners and holds disagree"

@@ -6,16 +6,12 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
+from pdkv.core.blocks.holders import Hit
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
-from pdkv.core.ports import Int32Array
 from pdkv.core.scheduler.request import Request, Status
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.producer import Producer
-
-_EMPTY = np.empty(0, dtype=np.int32)
 
 
 class Verdict(enum.Enum):
@@ -46,23 +42,28 @@ class Admitter:
         self._producer = producer
         self._consumer = consumer
 
-    def admit(self, request: Request, budget: int, running: list[Request], holding: Iterable[Request]) -> Admission:
-        """Try ``request`` with ``budget`` tokens left in this step."""
+    def admit(
+        self, request: Request, budget: int, running: list[Request], holding: Iterable[Request], *, alone: bool
+    ) -> Admission:
+        """Try ``request`` with ``budget`` tokens left in this step; ``alone``: there was no other when it began."""
         if request.status is Status.LOADED:
-            return self._compute(request, budget, running, hit=_EMPTY)
+            return self._compute(request, budget, running, hit=None, alone=alone)
         if request.new.produce and not self._may_produce(request, running):
             request.wait_cause = "leases pin their share of the pool (--max-leased-fraction)"
             return Admission(Verdict.SKIP)
         hit = self._manager.lookup(request)
-        external = self._consumer.external_tokens(request, len(hit) * self._config.block_size)
+        request.shared_boundary = hit.boundary
+        external = self._consumer.external_tokens(request, hit.tokens)
+        if request.new.skip_reading_prefix_cache:
+            external = 0
         if external == 0:
-            return self._compute(request, budget, running, hit=hit)
+            return self._compute(request, budget, running, hit=hit, alone=alone)
         return self._load(request, hit, external, running, holding)
 
     def _load(
-        self, request: Request, hit: Int32Array, external: int, running: list[Request], holding: Iterable[Request]
+        self, request: Request, hit: Hit, external: int, running: list[Request], holding: Iterable[Request]
     ) -> Admission:
-        sharer = self._consumer.shares_with(request, len(hit))
+        sharer = self._consumer.shares_with(request, len(hit.blocks[0]))
         if sharer is not None:
             request.wait_cause = f"the same prefix is being loaded for {sharer}"
             return Admission(Verdict.SKIP)
@@ -79,22 +80,30 @@ class Admitter:
         if allocated is None:
             request.wait_cause = "its blocks do not fit the free pool"
             return Admission(Verdict.STOP)
-        return Admission(Verdict.LOAD, 0, len(hit) * self._config.block_size, external)
+        return Admission(Verdict.LOAD, 0, hit.tokens, external)
 
-    def _compute(self, request: Request, budget: int, running: list[Request], hit: Int32Array) -> Admission:
-        local = len(hit) * self._config.block_size
+    def _compute(
+        self, request: Request, budget: int, running: list[Request], *, hit: Hit | None, alone: bool
+    ) -> Admission:
+        local = hit.tokens if hit else 0
         tokens = request.num_tokens - request.num_computed - local
-        tokens = cap_chunk(tokens, self._config, only_one=not running)
+        tokens = cap_chunk(tokens, self._config, alone=alone)
+        outgrown = self._manager.outgrown(request)
+        if outgrown:
+            tokens = min(tokens, self._config.sizes.scheduler_tokens)
         if tokens > budget and not self._config.enable_chunked_prefill:
             request.wait_cause = "its whole prompt does not fit this step's token budget"
             return Admission(Verdict.STOP)
-        tokens = min(tokens, budget)
+        tokens = align_chunk(request, min(tokens, budget), self._config, start=request.num_computed + local)
+        if tokens == 0:
+            request.wait_cause = "its chunk must end at a block boundary, beyond this step's token budget"
+            return Admission(Verdict.STOP)
         loaded = request.status is Status.LOADED
         allocated = self._manager.allocate_slots(
             request,
             tokens,
             hit=hit,
-            full_sequence_must_fit=self._config.full_sequence_must_fit,
+            full_sequence_must_fit=self._config.full_sequence_must_fit and not outgrown,
             has_scheduled=bool(running) and not (loaded and self._config.transfer.loaded_skips_watermark),
         )
         if allocated is None:
@@ -109,16 +118,43 @@ class Admitter:
     def _reserved(self, running: list[Request], holding: Iterable[Request]) -> int:
         """Blocks that prefills and loads under way still need for what is known of their sequences."""
         under_way = [request for request in running if request.num_computed < request.num_tokens]
-        return sum(
-            max(
-                self._manager.blocks_for(request.num_tokens) - self._manager.num_blocks_of(request.request_id),
-                0,
-            )
-            for request in (*under_way, *holding)
-        )
+        return sum(self._manager.blocks_missing(request) for request in (*under_way, *holding))
 
 
-def cap_chunk(tokens: int, config: EngineConfig, *, only_one: bool) -> int:
+def cap_chunk(tokens: int, config: EngineConfig, *, alone: bool) -> int:
     """``tokens`` cut to the long-prefill threshold, which does not bind a request that is alone."""
     threshold = config.long_prefill_token_threshold
-    return tokens if threshold <= 0 or only_one else min(tokens, threshold)
+    return tokens if threshold <= 0 or alone else min(tokens, threshold)
+
+
+def align_chunk(request: Request, tokens: int, config: EngineConfig, *, start: int) -> int:
+    """``tokens`` from ``start`` on, cut so that the chunk ends where a state must be kept (aligned state groups).
+
+    States are written at the ends of chunks, so a prompt's chunks end at block boundaries, at the last place where the
+    prompt can be resumed, and at the end of a prefix that others share. A block too large for one step is advanced
+    inside (spec block-pool 6.2, scheduler 3.1).
+    """
+    block = config.state_block_size
+    if block is None:
+        return tokens
+    prefill_end = max(request.num_prompt, request.num_tokens - 1)
+    if start >= prefill_end:
+        return tokens
+    unit, fine = config.sizes.hash_tokens, config.sizes.fine_hits
+    end = start + tokens
+    if end < prefill_end:
+        threshold = config.long_prefill_token_threshold
+        most = min(config.max_num_batched_tokens, threshold) if threshold > 0 else config.max_num_batched_tokens
+        aligned = end // block * block
+        if aligned > start or block <= most:
+            end = aligned
+    last = (request.num_tokens - 1) // block * block  # the last block's end whose state can be hit
+    tail = (request.num_prompt - 1) // unit * unit if fine else 0
+    junction = request.shared_boundary
+    stops = (
+        (start // block + 1) * block if start % block else 0,
+        last,
+        tail if last < tail < request.num_prompt else 0,
+        start + (junction - start) // block * block if start < junction < end else 0,
+    )
+    return max(min((stop for stop in stops if start < stop < end), default=end) - start, 0)

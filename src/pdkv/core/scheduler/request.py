@@ -7,6 +7,7 @@ import enum
 import msgspec
 import numpy as np
 
+from pdkv.core.blocks.extra_keys import ExtraKeySource
 from pdkv.core.blocks.hashing import HashFunction, extend_hashes
 from pdkv.core.ports import FinishReason, Int32Array, NewRequest, RemoteSource
 from pdkv.core.transfer.lease import digest_tokens
@@ -18,6 +19,7 @@ class Status(enum.Enum):
     WAITING = enum.auto()
     LOADING = enum.auto()  # WAITING_FOR_REMOTE_KVS: blocks held, KV in flight
     LOADED = enum.auto()  # KV arrived; waits for a running slot with its blocks held
+    LOAD_FAILED = enum.auto()  # KV did not arrive; its blocks come back when it is next looked at
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
     FINISHED = enum.auto()
@@ -25,7 +27,8 @@ class Status(enum.Enum):
 
 LEGAL: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.LOADING, Status.RUNNING, Status.FINISHED}),
-    Status.LOADING: frozenset({Status.LOADED, Status.WAITING, Status.FINISHED}),
+    Status.LOADING: frozenset({Status.LOADED, Status.LOAD_FAILED, Status.FINISHED}),
+    Status.LOAD_FAILED: frozenset({Status.WAITING, Status.FINISHED}),
     Status.LOADED: frozenset({Status.RUNNING, Status.FINISHED}),
     Status.RUNNING: frozenset({Status.PREEMPTED, Status.FINISHED}),
     Status.PREEMPTED: frozenset({Status.RUNNING, Status.FINISHED}),
@@ -37,10 +40,12 @@ class Request:
     """A request's tokens and progress.
 
     ``num_computed`` counts tokens whose KV is written or will be by a plan already handed out; ``placeholders`` counts
-    tokens that outstanding plans will sample; ``last_step`` is the newest plan that uses its blocks.
+    tokens that outstanding plans will sample; ``last_step`` is the newest plan that uses its blocks;
+    ``in_flight_tokens`` are those that outstanding plans compute. ``hashes`` are one per ``hash_tokens`` tokens.
+    ``shared_boundary`` is where the prefix ends that others share and not every group has kept (`Hit.boundary`).
     """
 
-    def __init__(self, new: NewRequest, *, arrival_ns: int, sequence: int, block_size: int) -> None:
+    def __init__(self, new: NewRequest, *, arrival_ns: int, sequence: int, hash_tokens: int) -> None:
         self.new = new
         self.request_id = new.request_id
         self.arrival_ns = arrival_ns
@@ -52,16 +57,19 @@ class Request:
         self.num_tokens = self.num_prompt
         self.num_computed = 0
         self.placeholders = 0
+        self.in_flight_tokens = 0
+        self.shared_boundary = 0
         self.last_step: int | None = None
         self.num_preemptions = 0
         self.cached_tokens = 0
         self.hashes: list[bytes] = []
+        self.extra_keys = ExtraKeySource(new.lora, new.items, new.cache_salt)
         self.source: RemoteSource | None = new.source
         if new.source is not None:
             covered = digest_tokens(new.prompt[: new.source.num_tokens])
             self.source = msgspec.structs.replace(new.source, prompt_digest=covered)
         self.wait_cause = "queued"
-        self._block_size = block_size
+        self._hash_tokens = hash_tokens
 
     @property
     def tokens(self) -> Int32Array:
@@ -94,9 +102,9 @@ class Request:
         self.num_tokens = end
 
     def extend_hashes(self, function: HashFunction) -> None:
-        """Hash the blocks that have become full since the last call."""
-        if self.num_tokens // self._block_size > len(self.hashes):
-            extend_hashes(self.hashes, self.tokens, self._block_size, function, self.new.cache_salt)
+        """Hash the units that have become full since the last call."""
+        if self.num_tokens // self._hash_tokens > len(self.hashes):
+            extend_hashes(self.hashes, self.tokens, self._hash_tokens, function, self.extra_keys)
 
     def ended_by(self, token: int, max_tokens: int) -> FinishReason | None:
         """Whether the request ends with ``token``, just appended; it has at most ``max_tokens`` with its prompt."""

@@ -11,9 +11,9 @@ from pdkv.core.config import EngineConfig
 from pdkv.core.journal import Journal
 from pdkv.core.ledger import Account
 from pdkv.core.ports import Admitted, Finished, FinishReason, Int32Array, LeaseGrant, Preempted, TokenSampled
-from pdkv.core.scheduler.admission import Admission, Admitter, Verdict, cap_chunk
+from pdkv.core.scheduler.admission import Admission, Admitter, Verdict, align_chunk, cap_chunk
 from pdkv.core.scheduler.preemption import choose_victim
-from pdkv.core.scheduler.queues import FcfsQueue, PriorityQueue, WaitingQueue
+from pdkv.core.scheduler.queues import FcfsQueue, PriorityQueue, WaitingQueue, priority_key
 from pdkv.core.scheduler.request import Request, Status
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.producer import Producer
@@ -55,6 +55,8 @@ class Scheduler:
         self.blocked_by: Request | None = None  # all that keeps the others out: it did not fit, and nothing ended since
         self.owes_a_step = False  # the last step preempted, so nobody was admitted: the next one may, without any news
         self._deferred: deque[tuple[int, str]] = deque()  # (fence step, owner key)
+        self._alone = False  # one request at most when this step began: nobody to leave a part of the budget to
+        self._max_tokens = manager.max_request_tokens
 
     # --------------------------------------------------------------------------------------------------- one step
 
@@ -68,6 +70,8 @@ class Scheduler:
     def schedule(self, step_id: int) -> list[Row]:
         """Rows of plan ``step_id``, in vLLM's order; their blocks are allocated."""
         chosen: dict[Request, int] = {}
+        self._manager.new_step()
+        self._alone = len(self.running) + len(self.waiting) + len(self.holding) <= 1
         budget, preempted = self._schedule_running(chosen, self._config.max_num_batched_tokens)
         self.blocked_by = None
         self.owes_a_step = preempted
@@ -80,6 +84,7 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             tokens = min(self._wanted_tokens(request), budget)
+            tokens = align_chunk(request, tokens, self._config, start=request.num_computed)
             if tokens <= 0:
                 index += 1
                 continue
@@ -106,11 +111,13 @@ class Scheduler:
 
     def _wanted_tokens(self, request: Request) -> int:
         """Tokens the request could compute now, capped by threshold and model length (not by the budget)."""
-        if request.placeholders and (request.new.produce or request.tokens_left(self._config.max_request_tokens) <= 0):
+        if request.placeholders and (request.new.produce or request.tokens_left(self._max_tokens) <= 0):
             return 0
         tokens = request.num_tokens + request.placeholders - request.num_computed
-        tokens = cap_chunk(tokens, self._config, only_one=len(self.running) == 1 and not self.waiting)
-        return min(tokens, self._config.max_request_tokens - 1 - request.num_computed)
+        tokens = cap_chunk(tokens, self._config, alone=self._alone)
+        if self._manager.outgrown(request):
+            tokens = min(tokens, self._config.sizes.scheduler_tokens)
+        return min(tokens, self._max_tokens - 1 - request.num_computed)
 
     def _schedule_waiting(self, chosen: dict[Request, int], budget: int) -> None:
         skipped_holding: list[Request] = []
@@ -128,7 +135,11 @@ class Scheduler:
                 continue
             if request.status is Status.LOADED:
                 self._settle_loaded(request)
-            admission = self._admitter.admit(request, budget, self.running, (*self.holding, *skipped_holding))
+            elif request.status is Status.LOAD_FAILED:
+                self._start_afresh(request)
+            admission = self._admitter.admit(
+                request, budget, self.running, (*self.holding, *skipped_holding), alone=self._alone
+            )
             if admission.verdict is Verdict.STOP:
                 self.blocked_by = None if skipped_waiting else request
                 break
@@ -143,6 +154,8 @@ class Scheduler:
                 chosen[request] = admission.tokens
                 budget -= admission.tokens
         self.holding.extendleft(reversed(skipped_holding))
+        if self._config.priority_scheduling:
+            self.holding = deque(sorted(self.holding, key=priority_key))
         for request in reversed(skipped_waiting):
             self.waiting.put_back(request)
 
@@ -151,6 +164,11 @@ class Scheduler:
         self._manager.cache_blocks(request, request.num_computed)
         if request.num_computed == request.num_tokens:
             request.num_computed -= 1
+
+    def _start_afresh(self, request: Request) -> None:
+        """A failed load's blocks come back when the request is next looked at: from then on it is a fresh one."""
+        self._manager.release(request.request_id)
+        request.move_to(Status.WAITING)
 
     def _start_load(self, request: Request, admission: Admission) -> None:
         request.num_computed = admission.local_tokens + admission.external_tokens
@@ -187,9 +205,20 @@ class Scheduler:
         start = request.num_computed
         request.num_computed += tokens
         request.last_step = step_id
+        request.in_flight_tokens += tokens
         samples = request.num_computed >= request.num_tokens + request.placeholders
         request.placeholders += samples
         return Row(request, start, tokens, samples)
+
+    def take_copies(self, step_id: int) -> Int32Array:
+        """int32[n, 2] (source, target): what plan ``step_id`` copies before it computes; both ends stay until then."""
+        copies, owners = self._manager.take_copies()
+        for owner in owners:
+            if self._config.max_outstanding_plans > 1:
+                self._deferred.append((step_id, owner))
+            else:  # nothing is allocated before the plan has run
+                self._manager.release(owner)
+        return copies
 
     # -------------------------------------------------------------------------------------------- after the step
 
@@ -197,15 +226,16 @@ class Scheduler:
         """The plan has run: its fences pass, its tokens join their requests, and some of those end."""
         self.completed_step = step_id
         while self._deferred and self._deferred[0][0] <= step_id:
-            self._manager.release(self._deferred.popleft()[1])
+            self._manager.release(self._deferred.popleft()[1], joined=True)
             self.blocked_by = None
         for index, row in enumerate(rows):
             request = row.request
+            request.in_flight_tokens -= row.tokens
             if not row.samples or request.status is Status.FINISHED:
                 continue
             request.placeholders -= 1
             self._append(request, tokens[index : index + 1])
-            reason = request.ended_by(int(tokens[index]), self._config.max_request_tokens)
+            reason = request.ended_by(int(tokens[index]), self._max_tokens)
             if reason is not None:
                 self.finish(request, reason)
 
@@ -215,7 +245,7 @@ class Scheduler:
         if self._manager.pool.enable_caching:
             request.extend_hashes(self._hash)
             if self._config.max_outstanding_plans > 1:  # blocks that a plan filled before their tokens were known
-                self._manager.cache_blocks(request, min(request.num_computed, request.num_tokens))
+                self._manager.cache_blocks(request, request.num_computed - request.placeholders)
 
     # ------------------------------------------------------------------------------------------------ ways out
 
@@ -226,7 +256,7 @@ class Scheduler:
         self.blocked_by = None  # its end may make room
         if status is Status.RUNNING:
             self.running.remove(request)
-        elif status in (Status.LOADING, Status.LOADED):
+        elif request in self.holding:
             self.holding.remove(request)
         else:
             self.waiting.remove(request)
@@ -264,12 +294,13 @@ class Scheduler:
         elif self._config.transfer.load_failure == "fail":
             self.finish(request, FinishReason.ERROR, f"KV transfer failed: {failure}")
         else:
-            self.holding.remove(request)
-            self._manager.release(request.request_id)
             request.num_computed = 0
-            request.move_to(Status.WAITING)
+            request.move_to(Status.LOAD_FAILED)
             request.wait_cause = f"KV transfer failed ({failure}); to be computed here"
-            self.waiting.put_back(request)
+            if self._config.transfer.failure_frees_at_once:
+                self.holding.remove(request)
+                self._start_afresh(request)
+                self.waiting.put_back(request)
 
     def _preempt(self, victim: Request, *, was_chosen: bool) -> None:
         """Take all blocks away; the request is computed again later, as far as its blocks cannot be hit."""

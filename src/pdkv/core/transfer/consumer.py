@@ -169,7 +169,8 @@ class Consumer:
         given_up = GivenUp(request.request_id, len(load.local), self._journal.now_ns + self._config.fence_timeout_ns)
         self._given_up[load.handle] = given_up
         key = _owner(load.handle)
-        self._manager.release_head(request.request_id, load.first)
+        if self._config.transfer.abort_frees_hits:
+            self._manager.release_head(request.request_id, load.first)
         self._manager.rename(request.request_id, key)
         shown = given_up.deadline_ns if self._config.transfer.bounded_waits else None
         self._manager.move(key, Account.QUARANTINE, f"{cause}; its READ may still write", shown)

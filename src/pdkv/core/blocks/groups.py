@@ -1,0 +1,142 @@
+"""Groups of layers that share block tables, as facts: what kind, how many tokens a block holds, how far it looks back.
+
+All groups draw from one pool. Sizes are tokens. The rules of each kind are in `blocks/kinds`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pdkv.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullGroup:
+    """Full attention and MLA: every token stays until the request ends."""
+
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowGroup:
+    """Sliding window: a token sees the last ``window`` tokens, itself included; ``extra`` more are kept behind it."""
+
+    block_size: int
+    window: int
+    extra: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedGroup:
+    """Chunked local attention: a token sees its own chunk of ``chunk`` tokens up to itself."""
+
+    block_size: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateGroup:
+    """Mamba and linear attention: one state stands for all tokens before it.
+
+    ``aligned``: the state at the end of a block is kept and can be hit (vLLM's cache mode ``align``); else one block
+    holds the running state for life (mode ``none``; its block size is then the model's length).
+    ``speculative_blocks`` more hold the states of draft tokens.
+    """
+
+    block_size: int
+    aligned: bool
+    speculative_blocks: int = 0
+
+
+Group = FullGroup | WindowGroup | ChunkedGroup | StateGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Granularity:
+    """What the groups of a model have in common (spec kv-layout 4, block-pool 4-5).
+
+    ``scheduler_tokens`` is the least common multiple of the block sizes; ``hash_tokens`` the tokens of one hash unit;
+    a prefix hit ends on a multiple of ``hit_tokens``: the scheduler's unit, or the hash unit with fine-grained hits.
+    """
+
+    scheduler_tokens: int
+    hash_tokens: int
+    hit_tokens: int
+
+    @property
+    def fine_hits(self) -> bool:
+        """Whether a hit may end inside a block."""
+        return self.hit_tokens < self.scheduler_tokens
+
+
+def granularity(groups: tuple[Group, ...], *, hash_tokens: int | None, enable_caching: bool) -> Granularity:
+    """Derived sizes of ``groups``; ``hash_tokens`` overrides the unit (greatest common divisor of the block sizes).
+
+    Raises `ConfigError` when a block size is not a multiple of the unit.
+    """
+    sizes = [group.block_size for group in groups]
+    scheduler = math.lcm(*sizes)
+    states = [group for group in groups if isinstance(group, StateGroup)]
+    if not enable_caching or any(not state.aligned for state in states):
+        return Granularity(scheduler, scheduler if hash_tokens is None else hash_tokens, scheduler)
+    unit = math.gcd(*sizes) if hash_tokens is None else hash_tokens
+    if any(size % unit for size in sizes):
+        raise ConfigError(
+            f"one hash covers {unit} tokens, but the groups' blocks hold {sizes}: each must be a multiple of it. "
+            "Choose a prefix match unit that divides them all"
+        )
+    coarse = any(isinstance(group, WindowGroup | ChunkedGroup) and group.block_size != unit for group in groups)
+    fine = len(groups) > 1 and any(state.block_size > unit for state in states) and not coarse
+    return Granularity(scheduler, unit, unit if fine else scheduler)
+
+
+def check_groups(groups: tuple[Group, ...], *, enable_caching: bool, retention_interval: int | None) -> None:
+    """Raises `ConfigError` for sizes that cannot be."""
+    for number, group in enumerate(groups):
+        reach = {"block_size": group.block_size}
+        if isinstance(group, WindowGroup):
+            reach["window"] = group.window
+        elif isinstance(group, ChunkedGroup):
+            reach["chunk"] = group.chunk
+        for name, tokens in reach.items():
+            if tokens < 1:
+                raise ConfigError(f"group {number}: {name} is {tokens}; it must be at least 1 token")
+    scheduler = math.lcm(*(group.block_size for group in groups))
+    if enable_caching:
+        _check_caching(groups, scheduler)
+    if retention_interval in (None, 0):
+        return
+    assert retention_interval is not None
+    if not any(isinstance(group, WindowGroup | StateGroup) for group in groups):
+        raise ConfigError(
+            f"prefix_cache_retention_interval is {retention_interval}, but no group has a sliding window or a state, "
+            "so it would change nothing. Leave it at 0"
+        )
+    if retention_interval < 0 or retention_interval % scheduler:
+        raise ConfigError(
+            f"prefix_cache_retention_interval is {retention_interval}; it must be a multiple of the scheduler's block "
+            f"of {scheduler} tokens, 0 (only where a request can be resumed) or None (everywhere)"
+        )
+
+
+def _check_caching(groups: tuple[Group, ...], scheduler: int) -> None:
+    sizes = [group.block_size for group in groups]
+    for number, group in enumerate(groups):
+        if not isinstance(group, ChunkedGroup):
+            continue
+        if any(size != scheduler for size in sizes):
+            raise ConfigError(
+                f"prefix caching with chunked local attention needs one block size for all groups; they have {sizes}. "
+                "Use one size, or disable prefix caching"
+            )
+        if group.chunk % group.block_size:  # a hit could end where blocks of the chunk before it are needed again
+            raise ConfigError(
+                f"group {number}: a chunk of {group.chunk} tokens is no multiple of its blocks of {group.block_size}, "
+                "so a prefix hit could miss a part of a chunk. Use a block size that divides it, or no prefix caching"
+            )
+    states = {group.block_size for group in groups if isinstance(group, StateGroup) and group.aligned}
+    if len(states) > 1:
+        raise ConfigError(
+            f"groups of aligned states must have one block size, where their chunks end; they have {sorted(states)}"
+        )

@@ -1,0 +1,71 @@
+"""Owners of blocks: a request, a lease, a quarantined transfer, a deferred free, a copy under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pdkv.core.blocks.tables import NULL_BLOCK, BlockTable
+from pdkv.core.ledger import Account
+from pdkv.core.ports import Int32Array
+
+_EMPTY = np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True)
+class GroupHold:
+    """What one owner has in one group."""
+
+    table: BlockTable = field(default_factory=BlockTable)
+    num_hashed: int = 0  # leading entries that registration in the prefix index is through with
+    num_dropped: int = 0  # leading entries that were given back, or never needed: null from then on
+    partial: tuple[int, int] | None = None  # (entry, block) whose content ends inside the block: to be copied on write
+    has_state: bool = False  # state groups: the running state has its block (and the drafts theirs)
+    last_state: int | None = None  # state groups: the entry whose state the next step starts from
+
+
+@dataclass(slots=True)
+class Holder:
+    """One owner. Keys of holders are request ids for requests and private strings for the rest."""
+
+    request_id: str
+    account: Account
+    cause: str
+    since_ns: int
+    groups: tuple[GroupHold, ...]
+    deadline_ns: int | None = None
+
+    @property
+    def blocks(self) -> Int32Array:
+        """int32[n]: every block it holds, group by group in token order, null entries left out; a copy."""
+        tables = [hold.table.ids for hold in self.groups]
+        everything = tables[0] if len(tables) == 1 else np.concatenate(tables)
+        blocks: Int32Array = everything[everything != NULL_BLOCK]
+        return blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks it holds."""
+        return sum(int(np.count_nonzero(hold.table.ids)) for hold in self.groups)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hit:
+    """A prefix that is cached: ``tokens`` of it, in ``blocks[group]`` (int32, null where the group needs no block).
+
+    ``boundary`` is where the longest hit of a single group ends when that is beyond ``tokens``, else 0: a prefix that
+    requests share, of which a group that keeps few blocks has not kept what is needed (spec block-pool 5).
+    """
+
+    tokens: int
+    blocks: tuple[Int32Array, ...]
+    boundary: int = 0
+
+    def __bool__(self) -> bool:
+        return any(len(blocks) for blocks in self.blocks)
+
+
+def no_hit(num_groups: int) -> Hit:
+    """Nothing is cached."""
+    return Hit(0, (_EMPTY,) * num_groups)

@@ -1,0 +1,40 @@
+"""Chunked local attention: blocks of finished chunks are given back; a hit looks at the current chunk only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pdkv.core.blocks.groups import ChunkedGroup
+from pdkv.core.blocks.kinds.base import JointIndex, Kind, Settings, unit_hashes
+from pdkv.core.blocks.pool import BlockPool
+from pdkv.core.ports import Int32Array
+from pdkv.units import cdiv
+
+
+class ChunkedKind(Kind):
+    """Rules of a chunked-local group."""
+
+    def __init__(self, spec: ChunkedGroup, group: int, pool: BlockPool, settings: Settings) -> None:
+        super().__init__(spec, group, pool, settings)
+        self._chunk = spec.chunk
+        most = min(spec.chunk + settings.max_in_flight_tokens, settings.max_model_len)
+        self.admission_cap = cdiv(most, self.block_size)
+
+    def skipped_tokens(self, computed: int) -> int:
+        """All chunks before that of the next token."""
+        return computed // self._chunk * self._chunk
+
+    def resident_blocks(self, tokens: int) -> int:
+        """The blocks of one chunk, which need not begin where a block does."""
+        return min(cdiv(tokens, self.block_size), cdiv(self._chunk, self.block_size) + 1)
+
+    def find(self, cached: JointIndex, hashes: Sequence[bytes], max_tokens: int) -> tuple[list[Int32Array], int]:
+        """Blocks before the chunk of token ``max_tokens`` count as hit, null; inside it left to right until a miss."""
+        size = self.block_size
+        before = max_tokens // self._chunk * self._chunk // size
+        keys = unit_hashes(hashes, self.settings.sizes.hash_tokens, size)
+        inside = cached.prefix(keys[before : max_tokens // size])
+        tables = [np.concatenate((nulls, blocks)) for nulls, blocks in zip(cached.tables(before), inside, strict=True)]
+        return tables, len(tables[0]) * size

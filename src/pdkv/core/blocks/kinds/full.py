@@ -1,0 +1,44 @@
+"""Full attention and MLA: every block stays, and a prefix is hit from the left to the first miss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdkv.core.blocks.holders import GroupHold
+from pdkv.core.blocks.kinds.base import JointIndex, Kind, unit_hashes
+from pdkv.core.ports import Int32Array
+from pdkv.core.scheduler.request import Request
+from pdkv.units import cdiv
+
+
+class FullKind(Kind):
+    """Rules of a full-attention group."""
+
+    def find(self, cached: JointIndex, hashes: Sequence[bytes], max_tokens: int) -> tuple[list[Int32Array], int]:
+        """Left to right until the first miss; with fine-grained hits then as far as possible into the next block."""
+        sizes, size = self.settings.sizes, self.block_size
+        blocks = cached.prefix(unit_hashes(hashes, sizes.hash_tokens, size)[: max_tokens // size])
+        tokens = len(blocks[0]) * size
+        if sizes.hit_tokens < size:
+            unit = sizes.hash_tokens
+            last = min((tokens + size) // unit - 1, max_tokens // unit, len(hashes))
+            for position in range(last, tokens // unit, -1):
+                tail = cached.find(hashes[position - 1])
+                if tail is not None:
+                    table = cached.tables(len(blocks[0]) + 1)
+                    for whole, part, block in zip(table, blocks, tail, strict=True):
+                        whole[:-1], whole[-1] = part, block
+                    return table, position * unit
+        tokens -= tokens % sizes.hit_tokens
+        return [found[: cdiv(tokens, size)] for found in blocks], tokens
+
+    def register(self, hold: GroupHold, request: Request, tokens: int, boundaries: tuple[int, ...]) -> Int32Array:
+        """Every full block; and the prompt's last hash boundary when that lies inside a block."""
+        new = super().register(hold, request, tokens, boundaries)
+        unit = self.settings.sizes.hash_tokens
+        if self.block_size != unit:
+            end = (request.num_prompt - 1) // unit * unit
+            entry = end // self.block_size
+            if 0 < end <= tokens and end % self.block_size and entry < len(hold.table):
+                self.register_partial(request, hold.table[entry], end)
+        return new

@@ -1,0 +1,172 @@
+"""Mamba and linear attention: the newest state is all that is needed; states at block ends can be hit (``aligned``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pdkv.core.blocks.groups import StateGroup
+from pdkv.core.blocks.holders import GroupHold, Holder
+from pdkv.core.blocks.kinds.base import EMPTY, Demand, JointIndex, Kind, Settings, unit_hashes
+from pdkv.core.blocks.pool import BlockPool
+from pdkv.core.ports import BoolArray, Int32Array
+from pdkv.core.scheduler.request import Request
+from pdkv.units import cdiv
+
+
+class StateKind(Kind):
+    """Rules of a state group.
+
+    ``aligned``: a step takes a new block when it ends in another block than the one before; the table has the running
+    state at its end, the drafts' behind it, and null entries where no state is kept. Else blocks are as many as the
+    tokens need, which is one for life when a block spans the model's length, and the drafts' (mode none).
+    """
+
+    def __init__(self, spec: StateGroup, group: int, pool: BlockPool, settings: Settings) -> None:
+        super().__init__(spec, group, pool, settings)
+        self._aligned = spec.aligned
+        self._drafts = spec.speculative_blocks
+        self._fresh: set[bytes] = set()  # hashes registered in this step: their states are not computed yet
+
+    def new_step(self) -> None:
+        """What was registered before is computed by the time this step runs."""
+        self._fresh.clear()
+
+    def skipped_tokens(self, computed: int) -> int:
+        """All but the last token: its state stands for everything before."""
+        return computed - 1
+
+    def resident_blocks(self, tokens: int) -> int:
+        """The running state, the one it started from, and the drafts'."""
+        return min(cdiv(tokens, self.block_size), 2) + self._drafts
+
+    def find(self, cached: JointIndex, hashes: Sequence[bytes], max_tokens: int) -> tuple[list[Int32Array], int]:
+        """Right to left for one state; everything before it is null."""
+        sizes, size = self.settings.sizes, self.block_size
+        unit = sizes.hit_tokens if sizes.hit_tokens < size else size
+        keys = unit_hashes(hashes, sizes.hash_tokens, unit)
+        for position in range(min(max_tokens // unit, len(keys)), 0, -1):
+            if position * unit % sizes.hit_tokens:
+                continue
+            blocks = cached.find(keys[position - 1])
+            if blocks is not None:
+                tables = cached.tables(cdiv(position * unit, size))
+                for table, block in zip(tables, blocks, strict=True):
+                    table[-1] = block
+                return tables, position * unit
+        return cached.tables(0), 0
+
+    def drop_skipped(self, holder: Holder, processed: int) -> None:
+        """Give back states before the running one, and the state that the last step started from."""
+        super().drop_skipped(holder, processed)
+        if not self._aligned:
+            return
+        hold = holder.groups[self.group]
+        entry = hold.last_state
+        if entry is not None and entry < cdiv(processed, self.block_size) - 1:
+            self.pool.give_back(hold.table.blank(entry, entry + 1), holder.account)
+
+    def blocks_needed(self, hold: GroupHold | None, demand: Demand) -> int:
+        """At most one block a step, the drafts' at first, one for a copy; more than there are while a hit is fresh."""
+        hit = demand.hit.blocks[self.group]
+        if len(hit) and self._fresh and self.pool.indexes[self.group].keys_of(int(hit[-1]))[0] in self._fresh:
+            return self.pool.num_blocks + 1
+        if not self._aligned:
+            return super().blocks_needed(hold, self._with_drafts(demand))
+        new = cdiv(demand.main, self.block_size) + self._drafts - len(hit) - (len(hold.table) if hold else 0)
+        copy = self.ends_inside(demand) or (hold is not None and hold.partial is not None)
+        if copy:
+            new = max(new, 0) + 1
+        if new > 0:
+            first = hold is None or not hold.has_state
+            new = min(new, 1 + copy + (self._drafts if first else 0))
+        return new + self._idle(hit)
+
+    def grow(self, holder: Holder, demand: Demand) -> Int32Array:
+        """Null entries up to the block in which this step ends, then blocks for the running state and the drafts'.
+
+        Returns int32[n]: what was appended, null entries included (as in vLLM), behind a private copy of a hit state.
+        """
+        if not self._aligned:
+            return super().grow(holder, self._with_drafts(demand))
+        hold = holder.groups[self.group]
+        table, before = hold.table, len(hold.table)
+        required = cdiv(demand.main, self.block_size) + self._drafts
+        if required <= before and hold.partial is None:
+            hold.has_state = True
+            return EMPTY
+        if hold.has_state:
+            hold.last_state = before - 1 - self._drafts
+        elif before > 0:
+            hold.last_state = before - 1
+        running = required - self._drafts - 1
+        table.pad(running)
+        if hold.has_state:
+            for entry in range(before - self._drafts, min(before, running)):
+                table.extend(table.blank(entry, entry + 1))  # a draft's block serves again, further on
+        new = self.pool.take(max(required - len(table), 0) + (hold.partial is not None), holder.account)
+        appended = table.ids[before:].copy()
+        if hold.partial is not None:
+            own, new = int(new[0]), new[1:]
+            if self._split_partial(holder, own):
+                appended = np.concatenate((np.asarray([own], dtype=np.int32), appended))
+        table.extend(new)
+        hold.has_state = True
+        return np.concatenate((appended, new))
+
+    def _with_drafts(self, demand: Demand) -> Demand:
+        return replace(demand, slots=demand.slots + self._drafts * self.block_size) if self._drafts else demand
+
+    def _split_partial(self, holder: Holder, own: int) -> bool:
+        """Part the request's state from the one that can be hit inside its block; True when ``own`` enters the table.
+
+        A request that runs on in its own block leaves the copy to the index; one that has hit the state of another
+        takes the copy itself.
+        """
+        hold = holder.groups[self.group]
+        assert hold.partial is not None
+        entry, source = hold.partial
+        hold.partial = None
+        self.pool.pin_copy(self.group, source, own)
+        if not hold.has_state:
+            hold.table.replace(entry, own)
+            self.pool.give_up(source, holder.account)
+            return True
+        assert hold.table[entry] == source, "state: the running block moved"
+        self.pool.move_hashes(source, own)
+        self._fresh.update(self.pool.indexes[self.group].keys_of(own)[:1])  # the copy is filled by this step
+        self.pool.give_up(own, holder.account)
+        return False
+
+    def register(self, hold: GroupHold, request: Request, tokens: int, boundaries: tuple[int, ...]) -> Int32Array:
+        """States at block ends; and the one at the prompt's last hash boundary, if this step ends right there."""
+        index = self.pool.indexes[self.group]
+        new = super().register(hold, request, tokens, boundaries)
+        self._fresh.update(index.keys_of(block)[0] for block in new.tolist())
+        unit = self.settings.sizes.hash_tokens
+        if not self._aligned or tokens <= 0 or tokens != (request.num_prompt - 1) // unit * unit:
+            return new
+        entry = cdiv(tokens, self.block_size) - 1
+        if entry >= len(hold.table) or hold.table[entry] == 0:
+            return new
+        block = hold.table[entry]
+        self.register_partial(request, block, tokens)
+        self._fresh.add(request.hashes[tokens // unit - 1])
+        if tokens % self.block_size:
+            hold.partial = (entry, block)  # the next step writes on in this block
+            hold.num_hashed = entry
+        return new
+
+    def reachable(self, first: int, last: int, boundaries: tuple[int, ...]) -> BoolArray | None:
+        """The state that ends at each place where a hit can end: all, one an interval, or the boundaries only."""
+        size, align = self.block_size, self.settings.sizes.hit_tokens
+        interval = self.settings.retention_interval
+        if interval is None or 0 < interval <= size:
+            return None
+        ends = np.arange(first, last) + 1
+        mask: BoolArray = ends % (interval // size) == 0 if interval else np.zeros(last - first, dtype=np.bool_)
+        for boundary in boundaries:
+            mask |= ends == boundary // align * align // size
+        return mask

@@ -1,0 +1,93 @@
+"""A device for models of several groups, whose content can be judged: what a row reads must be its own tokens' KV.
+
+Attention groups keep a tag per slot, state groups one tag per block: the state after all tokens so far.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tests.core.helpers import next_token, prefix_tags
+
+from pdkv.core.blocks.groups import ChunkedGroup, Group, StateGroup, WindowGroup
+from pdkv.core.ports import Batch, Int32Array, NewRequest, Outputs
+
+
+class GroupCache:
+    """One pool that the groups overlay: a block has slots *and* a state, whoever owns it uses his."""
+
+    def __init__(self, num_blocks: int, groups: tuple[Group, ...]) -> None:
+        self.groups = groups
+        self.slots = np.full((num_blocks, max(group.block_size for group in groups)), -1, dtype=np.int64)
+        self.states = np.full(num_blocks, -1, dtype=np.int64)
+        self.known: dict[str, list[int]] = {}
+        self._tags: dict[str, list[int]] = {}
+
+    def add(self, new: NewRequest) -> None:
+        """The executor's own record of a request's tokens."""
+        self.known[new.request_id] = new.prompt.tolist()
+
+    def run(self, batch: Batch) -> Outputs:
+        """Sampled tokens; raises ``AssertionError`` when a row reads foreign content or writes where it must not."""
+        for source, target in batch.copies.tolist():
+            assert 0 not in (source, target), "copy of the null block"
+            self.slots[target], self.states[target] = self.slots[source], self.states[source]
+        tables = batch.group_tables
+        assert len(tables) == len(self.groups)
+        assert np.array_equal(batch.block_tables, tables[0])
+        before = self.states.copy()
+        written: set[int] = set()
+        for row in range(len(batch)):
+            for group, table in zip(self.groups, tables, strict=True):
+                if isinstance(group, StateGroup):
+                    self._run_state(batch, row, group, table[row], before, written)
+                else:
+                    self._write(batch, row, group, table[row])
+        tokens = np.zeros(len(batch), dtype=np.int32)
+        for row, request_id in enumerate(batch.request_ids):
+            for group, table in zip(self.groups, tables, strict=True):
+                if not isinstance(group, StateGroup):
+                    self._read(batch, row, group, table[row])
+            if batch.samples[row]:
+                tokens[row] = next_token(self.known[request_id])
+        for row, request_id in enumerate(batch.request_ids):
+            if batch.samples[row]:
+                self.known[request_id].append(int(tokens[row]))
+        return Outputs(tokens=tokens)
+
+    def _span(self, batch: Batch, row: int) -> tuple[int, int, list[int]]:
+        start = int(batch.num_computed[row])
+        known = self.known[batch.request_ids[row]]
+        tags = self._tags.setdefault(batch.request_ids[row], [])
+        tags += prefix_tags(known[len(tags) :], tags[-1] if tags else None)
+        return start, start + int(batch.num_scheduled[row]), tags
+
+    def _write(self, batch: Batch, row: int, group: Group, table: Int32Array) -> None:
+        start, end, tags = self._span(batch, row)
+        for position in range(start, end):
+            block = int(table[position // group.block_size])
+            assert block != 0, f"{batch.request_ids[row]}: token {position} has no block in {group}"
+            self.slots[block, position % group.block_size] = tags[position]
+
+    def _read(self, batch: Batch, row: int, group: Group, table: Int32Array) -> None:
+        start, end, tags = self._span(batch, row)
+        first = 0
+        if isinstance(group, WindowGroup):
+            first = max(0, start + 1 - group.window)
+        elif isinstance(group, ChunkedGroup):
+            first = start // group.chunk * group.chunk
+        for position in range(first, end):
+            seen = self.slots[table[position // group.block_size], position % group.block_size]
+            assert seen == tags[position], f"{batch.request_ids[row]}: foreign KV at {position} in {group}"
+
+    def _run_state(
+        self, batch: Batch, row: int, group: StateGroup, table: Int32Array, before: np.ndarray, written: set[int]
+    ) -> None:
+        start, end, tags = self._span(batch, row)
+        if start:
+            source = int(table[(start - 1) // group.block_size])
+            assert source not in written, f"{batch.request_ids[row]}: its state is written in this very step"
+            assert before[source] == tags[start - 1], f"{batch.request_ids[row]}: foreign state after {start} tokens"
+        target = int(table[(end - 1) // group.block_size])
+        assert target != 0, f"{batch.request_ids[row]}: no block for its state after {end} tokens"
+        self.states[target] = tags[end - 1]
+        written.add(target)
