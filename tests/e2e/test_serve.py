@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -185,8 +186,13 @@ def test_clients_that_hang_up_leave_nothing_behind(cluster: Cluster) -> None:
                 json={"prompt": f"{delay_s} {PROMPT}", "max_tokens": 1500, "ignore_eos": True},
                 timeout=httpx.Timeout(30, read=delay_s),
             )
+    body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with cluster.client.stream("POST", "/v1/completions", json=body) as stream:
+        next(stream.iter_lines())  # so D is at work
     until(cluster.idle, timeout_s=30)
     assert cluster.memory()["decode"]["holders"] == []
+    metrics = cluster.client.get("/metrics").text
+    assert re.search(r"vllm:request_success_total\{[^}]*abort[^}]*decode-0[^}]*\} [1-9]", metrics)
 
 
 def test_a_dead_child_is_named_and_the_rest_is_stopped(smollm2: str) -> None:
@@ -195,7 +201,12 @@ def test_a_dead_child_is_named_and_the_rest_is_stopped(smollm2: str) -> None:
     try:
         assert "transport=shm" in running.ready
         assert running.complete().status_code == 200
-        running.child("decode").kill()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(running.complete, max_tokens=1500, ignore_eos=True)
+            until(lambda: running.memory()["decode"]["accounts"]["running"] > 0)
+            running.child("decode").kill()
+            cut_off = waiting.result(30)
+        assert (cut_off.status_code, cut_off.json()["error"]["type"]) == (503, "server_error")
         assert running.process.wait(30) == 1
         until(lambda: not any(process.is_running() and process.status() != "zombie" for process in tree))
     finally:

@@ -48,7 +48,12 @@ class ByteTokenizer:
         self._inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._inner.decoder = decoders.ByteLevel()
         self._inner.add_special_tokens(["<eos>", "<end>"])
+        self.template_options: dict[str, Any] = {}
         self.chat_template = "there is one" if chat else None
+
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        return self._inner
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": self._inner.encode(text, add_special_tokens=add_special_tokens).ids}
@@ -57,6 +62,7 @@ class ByteTokenizer:
         return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        self.template_options = options
         if messages[0]["role"] == "unknown":
             raise ValueError("roles must alternate")
         text = "".join(f"<{m['role']}>{m['content']}" for m in messages)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import threading
 from typing import Any
@@ -13,6 +14,7 @@ from tests.serve.fake import EOS, GRANT, ByteTokenizer, FakeInstance
 from pdkv.core.ports import FinishReason
 from pdkv.errors import BadRequest, DoesNotFit
 from pdkv.serve.api import create_app
+from pdkv.serve.openai import RESERVED_TEMPLATE_KWARGS
 from pdkv.serve.params import PREFILL_LEG, grant_to_params
 from pdkv.serve.telemetry import Telemetry
 
@@ -203,6 +205,30 @@ def test_an_error_before_the_first_token_has_a_status_and_after_it_is_an_event()
     assert events[-1] == "[DONE]"
 
 
+@pytest.mark.parametrize(
+    ("refusal", "kind"),
+    [(DoesNotFit("too late for it"), "invalid_request_error"), (RuntimeError("bug"), "server_error")],
+)
+def test_a_sibling_that_is_refused_later_is_an_event_of_the_stream(refusal: Exception, kind: str) -> None:
+    instance = FakeInstance()
+    instance.gate = threading.Event()
+
+    async def go() -> list[Any]:
+        body = ask(n=2, stream=True, kv_transfer_params=GOOD_PARAMS)
+        exchange = Exchange(app_of(instance), COMPLETIONS, body).start()
+        await eventually(lambda: instance.requests)
+        instance.refuse = refusal
+        assert instance.gate is not None
+        instance.gate.set()
+        assert exchange.task is not None
+        await asyncio.wait_for(exchange.task, 10)
+        return sse_events(b"".join(exchange.chunks))
+
+    *_, error, done = asyncio.run(go())
+    assert (error["error"]["type"], done) == (kind, "[DONE]")
+    assert str(refusal) in error["error"]["message"]
+
+
 # --------------------------------------------------------------------------------------------------------- transfers
 
 
@@ -294,6 +320,16 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
     ({"min_tokens": 99}, 400, "min_tokens"),
     ({"n": 0}, 400, "n: 0"),
     ({"n": 1000}, 400, "n: 1000"),
+    ({"prompt": ["x"] * 65, "n": 2}, 400, "prompt: 65 prompts with n = 2 ask for 130 answers, .* may ask for 128"),
+    ({"stop_token_ids": [-1]}, 400, "stop_token_ids: -1 is outside"),
+    ({"stop_token_ids": [10**12]}, 400, "stop_token_ids: 1000000000000 is outside"),
+    ({"stop_token_ids": [5] * 2000}, 400, "stop_token_ids: 2000 tokens"),
+    ({"model": "\n" + "x" * 10**6}, 404, r"model '\\nx"),
+    ({"kv_transfer_params": {"do_remote_decode": "\0" * 10**6}}, 400, r"got '\\x00"),
+    ({"kv_transfer_params": {**GOOD_PARAMS, "remote_host": "h\0st"}}, 400, "remote_host .*printable"),
+    ({"kv_transfer_params": {**GOOD_PARAMS, "remote_engine_id": "a\nb"}}, 400, "remote_engine_id .*printable"),
+    ({"prompt": [1] * 600}, 400, "has 600 tokens"),
+    ({"prompt": "x" * 3_000_000}, 400, "has at least 600000 tokens"),
     ({"best_of": 3}, 400, "best_of"),
     ({"echo": True}, 400, "echo"),
     ({"suffix": "x"}, 400, "suffix"),
@@ -329,6 +365,8 @@ def test_bad_completions(changes: dict[str, Any], status: int, says: str) -> Non
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert re.search(says, error["message"]), error["message"]
+    assert error["message"].isprintable()
+    assert len(error["message"]) <= 2001
     assert not instance.requests
 
 
@@ -340,6 +378,9 @@ def test_bad_completions(changes: dict[str, Any], status: int, says: str) -> Non
         (b"[1]", "object, not a list"),
         (b"\xff\xfe{}", "not"),
         (b"[" * 100_000, "nested"),
+        (b'{"prompt": "x", "temperature": NaN}', "temperature: JSON has no NaN"),
+        (b'{"prompt": "x", "top_k": 1' + b"0" * 400 + b"}", "top_k: 1000"),
+        (b'{"prompt": "\\ud800"}', "prompt: \\ud800"),
     ],
 )
 def test_malformed_json(body: bytes, says: str) -> None:
@@ -360,12 +401,28 @@ def test_malformed_json(body: bytes, says: str) -> None:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
+        *(({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs: {name}") for name in RESERVED_TEMPLATE_KWARGS),
     ],
 )
 def test_bad_chats(changes: dict[str, Any], says: str) -> None:
     response = post(FakeInstance(), CHAT, {"messages": [{"role": "user", "content": "x"}], **changes})
     assert response.status_code == 400
     assert says in response.json()["error"]["message"]
+
+
+def test_every_argument_of_the_tokenizer_s_method_is_reserved() -> None:
+    transformers = pytest.importorskip("transformers")
+    method = inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template)
+    named = {p.name for p in method.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    assert named - {"self"} <= RESERVED_TEMPLATE_KWARGS
+
+
+def test_other_template_kwargs_reach_the_template() -> None:
+    instance = FakeInstance()
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"enable_thinking": False}}
+    assert post(instance, CHAT, body).status_code == 200
+    assert instance.model.tokenizer is not None
+    assert instance.model.tokenizer.template_options["enable_thinking"] is False
 
 
 def test_a_model_without_chat_template_says_so() -> None:
@@ -414,6 +471,7 @@ def test_our_own_fault_is_a_500_error_object() -> None:
     response = asyncio.run(go())
     assert response.status_code == 500
     assert response.json()["error"]["type"] == "server_error"
+    assert response.headers["connection"] == "close"
 
 
 def test_a_failed_instance_answers_503_with_the_reason() -> None:

@@ -44,11 +44,21 @@ def test_defaults_are_valid() -> None:
         ({"kv_lease_duration_s": 5}, "--kv-lease-duration"),
         ({"max_leased_fraction": 0.0}, "--max-leased-fraction"),
         ({"threads": 0}, "--threads"),
+        ({"weight_storage": "int4"}, "--weight-storage"),
+        ({"side_channel_host": "tcp://x"}, "--side-channel-host"),
+        ({"host": "0.0.0.0"}, "--side-channel-host 10"),
+        ({"host": "::"}, "--side-channel-host 10"),
+        ({"side_channel_host": "0.0.0.0"}, "--side-channel-host 0.0.0.0"),
     ],
 )
 def test_bad_values_name_the_option(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         instance(**changes)
+
+
+def test_a_wildcard_needs_an_address_to_tell_the_peers() -> None:
+    assert instance(host="0.0.0.0", side_channel_host="10.0.0.5").side_channel_host == "10.0.0.5"
+    assert instance(host="p.example").side_channel_host is None
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8100", "ftp://x", "http://", "http://h:99999", "http://h/?a=1"])
@@ -61,6 +71,11 @@ def test_router_needs_both_sides_and_trims_slashes() -> None:
     with pytest.raises(ConfigError, match="--decode"):
         RouterOptions(prefill=("http://a:1",), decode=())
     assert RouterOptions(prefill=("http://a:1/",), decode=("http://b:2",)).prefill == ("http://a:1",)
+
+
+def test_the_time_without_a_sign_of_life_is_positive() -> None:
+    with pytest.raises(ConfigError, match="--instance-timeout 0"):
+        RouterOptions(prefill=("http://a:1",), decode=("http://b:2",), instance_timeout_s=0)
 
 
 def test_serve_wants_one_of_each_role() -> None:

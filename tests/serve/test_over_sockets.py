@@ -19,6 +19,7 @@ from tests.serve.fake import FakeInstance
 
 from pdkv.core.ports import FinishReason
 from pdkv.serve.api import create_app
+from pdkv.serve.http import EndsInOrder
 from pdkv.serve.options import RouterOptions
 from pdkv.serve.router import create_router_app
 from pdkv.serve.telemetry import Telemetry
@@ -113,6 +114,27 @@ def test_hanging_up_in_the_middle_of_a_stream(pair: tuple[FakeInstance, FakeInst
         for _ in response.iter_lines():
             break
     until(lambda: decode.aborts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_under_way_when_the_server_stops_are_told_so(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    instance = FakeInstance()
+    instance.gate, instance.gate_at = threading.Event(), 2 if stream else 0
+    body = {"prompt": "x", "max_tokens": 9, "stream": stream}
+    answers: list[httpx.Response] = []
+    with listening(EndsInOrder(create_app(instance, Telemetry("tiny")))) as url:
+        asked = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=20))
+        )
+        asked.start()
+        until(lambda: instance.requests)
+    asked.join(10)
+    (answer,) = answers
+    error = sse_events(answer.content)[-1] if stream else answer.json()
+    assert answer.status_code == (200 if stream else 503)
+    assert error["error"]["code"] == "server_stopping"
+    assert "Traceback" not in caplog.text
+    assert instance.aborts, "and its blocks are free"
 
 
 def test_merged_pages(pair: tuple[FakeInstance, FakeInstance, str]) -> None:

@@ -28,6 +28,8 @@ class Backend:
     headers: list[dict[str, str]] = field(default_factory=list)
     gate: asyncio.Event | None = None
     cut_after: int | None = None
+    hung: bool = False  # its /health is not answered
+    stuck_after: int | None = None
     cancelled: int = 0
     pages: dict[str, tuple[int, bytes]] = field(default_factory=dict)
 
@@ -38,8 +40,10 @@ class Backend:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        if path in self.pages:
-            status, content = self.pages[path]
+        if path == "/health" and self.hung:
+            await asyncio.sleep(3600)
+        if path in self.pages or path == "/health":
+            status, content = self.pages.get(path, (200, b'{"status": "ok"}'))
             kind = "text/plain"
         else:
             self.seen.append(json.loads(body))
@@ -61,12 +65,16 @@ class Backend:
 
 
 class _CutStream(httpx.AsyncByteStream):
-    def __init__(self, chunks: list[bytes], error: Exception | None) -> None:
-        self.chunks, self.error = chunks, error
+    def __init__(self, chunks: list[bytes], error: Exception | None, stuck_after: int | None) -> None:
+        self.chunks, self.error, self.stuck_after = chunks, error, stuck_after
 
     async def __aiter__(self) -> Any:
+        sent = 0
         for chunk in self.chunks:
+            if self.stuck_after is not None and sent >= self.stuck_after:
+                await asyncio.sleep(3600)
             yield chunk
+            sent += len(chunk)
         if self.error is not None:
             raise self.error
 
@@ -104,9 +112,11 @@ class Network(httpx.AsyncBaseTransport):
             await backend(scope, receive, send)
         except httpx.TransportError as caught:
             error = caught
-        return httpx.Response(
-            start["status"], headers=start["headers"], stream=_CutStream(chunks, error), request=request
-        )
+        if not start:
+            assert error is not None
+            raise error
+        stream = _CutStream(chunks, error, backend.stuck_after if request.url.path.startswith("/v1/") else None)
+        return httpx.Response(start["status"], headers=start["headers"], stream=stream, request=request)
 
 
 def as_json(value: Any, status: int = 200) -> Callable[[dict[str, Any]], tuple[int, bytes, str]]:
@@ -302,7 +312,13 @@ def test_decode_that_dies_in_the_middle_of_a_stream_is_told_as_an_event() -> Non
     assert b"[DONE]" not in response.content
 
 
-@pytest.mark.parametrize("body", [b'{"prompt": ', b"[]", b""])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b'{"prompt": ', b"[]", b"", b'{"prompt": "\\ud800"}', b'{"temperature": NaN}', b'{"top_p": 1e999}'),
+        *(b'{"seed": 1' + b"0" * 30 + b"}", b'{"seed": ' + b"9" * 5000 + b"}"),
+    ],
+)
 def test_malformed_json_reaches_nobody(body: bytes) -> None:
     p, d = prefill(), decode()
     response = post(router([p], [d]), body)
@@ -324,6 +340,111 @@ def test_a_client_that_leaves_cancels_the_leg_under_way(waiting_in: str) -> None
         await asyncio.wait_for(exchange.task, 10)
         assert waiting.cancelled == 1
         assert len(d.seen) == (waiting_in == "decode")
+
+    asyncio.run(go())
+
+
+def test_a_decode_whose_engine_has_stopped_is_like_one_that_is_down() -> None:
+    stopped = Backend(as_json({"error": {"message": "the instance has stopped: boom"}}, 503))
+    ds = [stopped, decode()]
+    assert post(router([prefill()], ds), {"prompt": "x"}).content == b'{"ok": 1}'
+    assert ds[1].seen[0]["kv_transfer_params"] == PARAMS
+    alone = post(router([prefill()], [stopped]), {"prompt": "x"})
+    assert alone.status_code == 503
+    assert alone.json()["error"]["code"] == "decode_unavailable"
+    assert "http://d0:1: the instance has stopped: boom" in alone.json()["error"]["message"]
+
+
+def test_a_decode_that_dies_before_it_answers_is_replaced_by_the_next() -> None:
+    def dies(_body: dict[str, Any]) -> tuple[int, bytes, str]:
+        raise httpx.ReadError("")
+
+    ds = [Backend(dies), decode()]
+    assert post(router([prefill()], ds), {"prompt": "x"}).content == b'{"ok": 1}'
+    alone = post(router([prefill()], [Backend(dies)]), {"prompt": "x"})
+    assert alone.status_code == 503
+    assert "decode-0 http://d0:1 closed the connection" in alone.json()["error"]["message"]
+
+
+# ------------------------------------------------------------------------------------------------------ signs of life
+
+
+async def asked(app: Any, body: Any) -> Exchange:
+    exchange = Exchange(app, "/v1/completions", body).start()
+    assert exchange.task is not None
+    await asyncio.wait_for(exchange.task, 10)
+    return exchange
+
+
+def test_a_prefill_without_a_sign_of_life_is_given_up_and_at_once_the_next_time() -> None:
+    async def go() -> None:
+        p, d = prefill(gate=asyncio.Event(), hung=True), decode()
+        app = router([p], [d], instance_timeout_s=0.3)
+        assert (await asked(app, {"prompt": "x"})).status == 200
+        assert p.cancelled == 1, "the hung connection was closed: when P goes on, it drops the request"
+        assert "kv_transfer_params" not in d.seen[0]
+        p.hung, p.gate = True, None
+        await asked(app, {"prompt": "x"})
+        assert len(p.seen) == 1, "not even asked: it was silent and still is"
+        p.hung = False
+        await asked(app, {"prompt": "x"})
+        assert len(p.seen) == 2, "it is back"
+        assert d.seen[-1]["kv_transfer_params"] == PARAMS
+
+    asyncio.run(go())
+
+
+def test_a_hung_prefill_without_fallback_is_a_503_that_says_so() -> None:
+    async def go() -> None:
+        app = router(
+            [prefill(hung=True, gate=asyncio.Event())], [decode()], instance_timeout_s=0.3, prefill_fallback="fail"
+        )
+        exchange = await asked(app, {"prompt": "x"})
+        assert exchange.status == 503
+        assert b"http://p0:1 gives no sign of life" in b"".join(exchange.chunks)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("waiting_in", ["prefill", "decode"])
+def test_an_instance_that_is_only_busy_is_waited_for(waiting_in: str) -> None:
+    async def go() -> None:
+        p, d = prefill(), decode()
+        busy = p if waiting_in == "prefill" else d
+        busy.gate = asyncio.Event()
+        exchange = Exchange(router([p], [d], instance_timeout_s=0.6), "/v1/completions", {"prompt": "x"}).start()
+        await asyncio.sleep(1.5)
+        assert exchange.status is None
+        busy.gate.set()
+        assert exchange.task is not None
+        await asyncio.wait_for(exchange.task, 10)
+        assert exchange.status == 200
+        assert d.seen[0]["kv_transfer_params"] == PARAMS
+        assert len(p.seen) == len(d.seen) == 1
+
+    asyncio.run(go())
+
+
+def test_a_hung_decode_is_replaced_by_the_next() -> None:
+    async def go() -> None:
+        hung, d = decode(hung=True, gate=asyncio.Event()), decode()
+        exchange = await asked(router([prefill()], [hung, d], instance_timeout_s=0.3), {"prompt": "x"})
+        assert exchange.status == 200
+        assert d.seen[0]["kv_transfer_params"] == PARAMS
+        alone = await asked(router([prefill()], [hung], instance_timeout_s=0.3), {"prompt": "x"})
+        assert alone.status == 503
+        assert b"gives no sign of life" in b"".join(alone.chunks)
+
+    asyncio.run(go())
+
+
+def test_a_decode_that_hangs_in_the_middle_of_a_stream_is_told_as_an_event() -> None:
+    async def go() -> None:
+        d = decode(hung=True, stuck_after=21)
+        exchange = await asked(router([prefill()], [d], instance_timeout_s=0.3), {"prompt": "x", "stream": True})
+        assert exchange.status == 200
+        assert b"gives no sign of life" in exchange.chunks[-1]
+        json.loads(exchange.chunks[-1].strip().removeprefix(b"data: "))
 
     asyncio.run(go())
 
@@ -371,6 +492,13 @@ def test_health_needs_one_of_each() -> None:
     failed = get(router([prefill(pages=ok)], [decode(pages=bad)]), "/health")
     assert failed.status_code == 503
     assert failed.json()["instances"]["decode-0"] == "engine fell over"
+
+
+def test_health_without_prefill_is_degraded_where_decode_stands_in_for_it() -> None:
+    answer = get(router([prefill(down=True)], [decode()]), "/health")
+    assert (answer.status_code, answer.json()["status"]) == (200, "degraded")
+    answer = get(router([prefill(down=True)], [decode()], prefill_fallback="fail"), "/health")
+    assert (answer.status_code, answer.json()["reason"]) == (503, "no healthy prefill instance")
 
 
 def test_models_come_from_decode() -> None:

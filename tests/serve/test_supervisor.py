@@ -3,10 +3,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from pdkv.errors import ConfigError
 from pdkv.serve.options import InstanceOptions
 from pdkv.serve.progress import PlainProgress, Progress, open_progress
 from pdkv.serve.supervisor import ChildDied, Cluster, share_machine
-from pdkv.serve.web import bind, url_of
+from pdkv.serve.web import bind, serve_app, url_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,11 +117,18 @@ def test_what_a_child_refuses_is_a_config_error(tmp_path: Path) -> None:
             cluster.await_ready(Progress(), 30)
 
 
-def test_a_start_that_takes_too_long_names_who_is_late(tmp_path: Path) -> None:
-    with Cluster(options(log_dir=str(tmp_path))) as cluster:
-        start(cluster, "ready", "hangs")
-        with pytest.raises(ConfigError, match="not ready after 2 s: decode"):
+def test_a_start_that_takes_too_long_names_who_is_late_and_keeps_the_logs() -> None:
+    cluster = Cluster(options())
+
+    def begin() -> None:
+        with cluster:
+            start(cluster, "ready", "hangs")
             cluster.await_ready(Progress(), 2)
+
+    with pytest.raises(ConfigError, match=f"not ready after 2 s: decode; see the logs in {cluster.log_dir}"):
+        begin()
+    assert "first line of hangs" in (cluster.log_dir / "decode.log").read_text()
+    shutil.rmtree(cluster.log_dir)
 
 
 def test_the_public_port_is_checked_first(tmp_path: Path) -> None:
@@ -154,6 +163,41 @@ def test_binding() -> None:
         assert again.getsockname()[1] == port
     with pytest.raises(ConfigError, match="--host"):
         bind("203.0.113.9", 0)
+
+
+def test_a_port_is_one_s_own_from_the_moment_it_is_bound() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
+            bind("127.0.0.1", port)
+    with bind("127.0.0.1", port) as again, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(again.getsockname())
+
+
+async def stops_when_asked(scope: Any, _receive: Any, send: Any) -> None:
+    assert scope["type"] == "http"
+    await send({"type": "http.response.start", "status": 204, "headers": [(b"connection", b"close")]})
+    await send({"type": "http.response.body"})  # and the server closes first, so that the port lingers on its side
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_port_with_a_former_server_s_connections_is_free() -> None:
+    with bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        asked = threading.Thread(target=lambda: ask_and_wait(port))
+        assert serve_app(stops_when_asked, sock, on_ready=asked.start) == 0
+        asked.join(10)
+    with pytest.raises(OSError, match="in use"), socket.socket() as plain:
+        plain.bind(("127.0.0.1", port))
+    with bind("127.0.0.1", port), pytest.raises(ConfigError, match="in use"):
+        bind("127.0.0.1", port)
+
+
+def ask_and_wait(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        while client.recv(1000):
+            pass
 
 
 def test_memory_and_cores_are_shared_unless_said_otherwise() -> None:

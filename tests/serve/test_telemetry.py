@@ -123,3 +123,30 @@ def test_refused_requests_leave_nothing_behind() -> None:
     telemetry.arrived("r")
     telemetry.refused("r")
     assert not telemetry._lives
+
+
+def test_who_waits_for_its_fetch_to_begin() -> None:
+    telemetry = Telemetry("tiny")
+
+    def ahead() -> float:
+        return samples(telemetry)["vllm:num_requests_kv_fetch_by_stage", "waiting_to_start"]
+
+    assert ahead() == 0
+    for request_id in ("loads", "fails", "held", "leaves"):
+        telemetry.arrived(request_id, fetches=True)
+    telemetry.arrived("ordinary")
+    assert ahead() == 4
+    telemetry.on_events((LoadStarted(request_id="loads", at_ns=1, handle=1, blocks=2, tokens=32),))
+    assert ahead() == 3
+    telemetry.on_events((LoadFailed(request_id="fails", at_ns=1, handle=None, cause="P is gone"),))
+    telemetry.on_events((Admitted(request_id="held", at_ns=1, prompt_tokens=9, local_tokens=8, external_tokens=0),))
+    assert ahead() == 1
+    telemetry.on_events(
+        (
+            Finished(
+                request_id="leaves", at_ns=2, reason=FinishReason.ABORT, prompt_tokens=9, output_tokens=0,
+                cached_tokens=0,
+            ),
+        )
+    )  # fmt: skip
+    assert ahead() == 0

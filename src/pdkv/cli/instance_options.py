@@ -19,7 +19,10 @@ _MEMORY, _SCHEDULING, _TRANSFER = "Memory", "Scheduling", "Transfer"
 def _template(
     device: Annotated[str, typer.Option(help="auto (CUDA when present), cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[
-        str, typer.Option(help="auto (float32 on a CPU, bfloat16 on CUDA), float32 or bfloat16.")
+        str, typer.Option(help="auto (float32 on a CPU, else what the model was saved in), float32 or bfloat16.")
+    ] = "auto",
+    weight_storage: Annotated[
+        str, typer.Option(help="auto, or bf16: keep float32 weights in half the bytes on a CPU (rounded; faster).")
     ] = "auto",
     threads: Annotated[
         int | None, typer.Option(help="CPU threads of an instance; default: its share of the cores.")
@@ -84,6 +87,14 @@ def _template(
     max_leased_fraction: Annotated[
         float, typer.Option(help="Most of P's pool that leases may hold.", rich_help_panel=_TRANSFER)
     ] = 0.8,
+    side_channel_host: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST",
+            help="Address for handshakes and heartbeats, which the other instances are told; default: --host.",
+            rich_help_panel=_TRANSFER,
+        ),
+    ] = None,
     side_channel_port: Annotated[
         int,
         typer.Option(metavar="PORT", help="Handshakes and heartbeats; 0: any free port.", rich_help_panel=_TRANSFER),

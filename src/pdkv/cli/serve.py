@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -45,6 +46,22 @@ Port = Annotated[int, typer.Option(help="HTTP port; 0: any free one.")]
 Fallback = Annotated[
     str, typer.Option(help="When no prefill instance answers: local (decode computes the prompt) or fail (503).")
 ]
+InstanceTimeout = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS", help="Give an instance up that answers nothing for so long, not even its health check."
+    ),
+]
+
+
+def _run(module: str, options: Any) -> None:
+    """Serve, and exit with what that returns; Ctrl-C is a request to stop like any other, from the first moment on."""
+    try:
+        code = engine_module(module).run(options)
+    except KeyboardInterrupt:
+        print("\npdkv: stopping", file=sys.stderr)
+        code = 0
+    raise typer.Exit(code)
 
 
 @app.command(_PAIR, hidden=True)
@@ -54,6 +71,7 @@ def pair(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     prefill_fallback: Fallback = "local",
+    instance_timeout: InstanceTimeout = 30.0,
     log_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Keep the instances' logs here.")] = None,
     **options: Any,
 ) -> None:
@@ -72,9 +90,10 @@ def pair(
         host=host,
         port=port,
         prefill_fallback=cast("PrefillFallback", prefill_fallback),
+        instance_timeout_s=instance_timeout,
         log_dir=log_dir,
     )
-    raise typer.Exit(engine_module("supervisor").run(serve_options))
+    _run("supervisor", serve_options)
 
 
 @app.command("prefill")
@@ -82,7 +101,7 @@ def pair(
 def prefill(model: Model, host: Host = "127.0.0.1", port: Port = 8100, **options: Any) -> None:
     """Start one prefill instance: it computes prompts' KV and keeps it under leases for decode instances."""
     instance_options = build_instance("prefill", model, host=host, port=port, options=options)
-    raise typer.Exit(engine_module("instance_main").run(instance_options))
+    _run("instance_main", instance_options)
 
 
 @app.command("decode")
@@ -90,7 +109,7 @@ def prefill(model: Model, host: Host = "127.0.0.1", port: Port = 8100, **options
 def decode(model: Model, host: Host = "127.0.0.1", port: Port = 8200, **options: Any) -> None:
     """Start one decode instance: it reads prompts' KV from prefill instances and writes the answers."""
     instance_options = build_instance("decode", model, host=host, port=port, options=options)
-    raise typer.Exit(engine_module("instance_main").run(instance_options))
+    _run("instance_main", instance_options)
 
 
 @app.command("router")
@@ -100,6 +119,7 @@ def router(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     prefill_fallback: Fallback = "local",
+    instance_timeout: InstanceTimeout = 30.0,
 ) -> None:
     """Start the router: the OpenAI API in front of prefill and decode instances."""
     from pdkv.serve.options import RouterOptions
@@ -110,5 +130,6 @@ def router(
         host=host,
         port=port,
         prefill_fallback=cast("PrefillFallback", prefill_fallback),
+        instance_timeout_s=instance_timeout,
     )
-    raise typer.Exit(engine_module("router").run(options))
+    _run("router", options)

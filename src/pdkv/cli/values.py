@@ -11,14 +11,14 @@ _NUMBER = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgtKMGT]?)(?P<suff
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def parse_count(option: str, text: str) -> int:
+def parse_count(option: str, text: str, examples: str = "1073741824, 512MiB, 2GiB, 1.5g or 4G") -> int:
     """An integer with vLLM's suffixes: ``k m g t`` are powers of 1000, ``K M G T`` and ``KiB``.. powers of 1024.
 
     ``KB``, ``MB``, ``GB`` are powers of 1000. Decimals go with a suffix only: ``1.5g``, ``2.5GiB``.
     """
     match = _NUMBER.fullmatch(text.strip().replace("_", "").replace(",", ""))
     if match is None or ("." in match["number"] and not match["unit"]) or (match["suffix"] and not match["unit"]):
-        raise ConfigError(f"{option} {text!r}: not a number; write for example 1073741824, 512MiB, 2GiB, 1.5g or 4G")
+        raise ConfigError(f"{option} {text!r}: not a number that can be used here; write for example {examples}")
     unit, suffix = match["unit"], match["suffix"].lower()
     binary = suffix.startswith("i") or (unit.isupper() and not suffix)
     factor = (1024 if binary else 1000) ** _POWER[unit.lower()]
@@ -39,4 +39,4 @@ def parse_max_model_len(text: str | None) -> int | Literal["auto"] | None:
         return None
     if text.strip().lower() in ("auto", "-1"):
         return "auto"
-    return parse_count("--max-model-len", text)
+    return parse_count("--max-model-len", text, "4096, 8k or auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -12,11 +13,13 @@ from starlette.responses import Response
 
 from pdkv.core.ports import Int32Array
 from pdkv.errors import PdkvError
+from pdkv.runtime.shown import quoted
 from pdkv.serve.engine import ServedInstance
 from pdkv.serve.generation import Choice, Delta, Frontend
 from pdkv.serve.http import (
     JsonResponse,
     StreamResponse,
+    as_api_error,
     error_response,
     install_error_handlers,
     read_body,
@@ -24,6 +27,7 @@ from pdkv.serve.http import (
     until_disconnect,
 )
 from pdkv.serve.memory_report import memory_report
+from pdkv.serve.merge import CONTENT_TYPE
 from pdkv.serve.openai import (
     ApiError,
     ChatRequest,
@@ -31,13 +35,15 @@ from pdkv.serve.openai import (
     Generation,
     chat_generation,
     completion_generation,
-    parse_json,
     parse_request,
     prompts_of,
 )
 from pdkv.serve.params import offered_sources
 from pdkv.serve.responses import SSE_DONE, Answer, sse
-from pdkv.serve.telemetry import CONTENT_TYPE, Telemetry
+from pdkv.serve.strict_json import parse_json
+from pdkv.serve.telemetry import Telemetry
+
+LOG = logging.getLogger("pdkv.api")
 
 
 def create_app(instance: ServedInstance, telemetry: Telemetry, *, served_model_name: str | None = None) -> FastAPI:
@@ -171,7 +177,8 @@ class InstanceApi:
         if name is not None and name not in served:
             raise ApiError(
                 404,
-                f"the model {name!r} is not served here; this instance serves {self._model_name!r} (see /v1/models)",
+                f"the model {quoted(name)} is not served here; this instance serves {self._model_name!r} "
+                "(see /v1/models)",
                 kind="not_found_error",
                 param="model",
                 code="model_not_found",
@@ -216,6 +223,8 @@ class InstanceApi:
                 yield sse(answer.chunk(choice, delta, with_usage=generation.continuous_usage))
             if generation.include_usage:
                 yield sse(answer.usage_chunk())
-        except ApiError as error:
-            yield sse(error.body())
+        except Exception as error:  # the status line is gone: an event is the one way left to say it
+            if not isinstance(error, ApiError | PdkvError):
+                LOG.exception("a stream breaks off")
+            yield sse(as_api_error(error).body())
         yield SSE_DONE

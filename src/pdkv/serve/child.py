@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -14,9 +13,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from pdkv.errors import PdkvError
+from pdkv.runtime.parent_death import die_with_parent
 from pdkv.serve.options import InstanceOptions, RouterOptions
 
-_PR_SET_PDEATHSIG = 1
 Options = TypeVar("Options", InstanceOptions, RouterOptions)
 
 
@@ -76,15 +75,6 @@ class Reporter:
             os.write(self._fd, msgspec.json.encode(report) + b"\n")
         except BrokenPipeError:  # the supervisor is gone; the kernel is about to end this process too
             pass
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, however it ends (Linux; elsewhere nothing is done)."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it ended before the line above
-        os._exit(1)
 
 
 def run_child(task: ChildTask[Options], serve: Callable[[Options, Reporter, socket.socket], int]) -> int:

@@ -18,7 +18,7 @@ from rich.table import Table
 from pdkv.errors import PdkvError
 from pdkv.serve.options import InstanceOptions, ServeOptions
 from pdkv.serve.progress import open_progress
-from pdkv.serve.supervisor import ChildDied, Cluster, Stopped, interrupted_by_signals
+from pdkv.serve.supervisor import Cluster, run_cluster
 from pdkv.units import MIB, format_bytes
 
 MODEL = "smollm2"
@@ -117,6 +117,9 @@ def ask(client: httpx.Client, console: Console, name: str, system: str, question
         key = (sample, "decode-0")
         return after.get(key, 0.0) - before.get(key, 0.0)
 
+    if not usage:
+        raise PdkvError("the answer broke off before its end")
+    times = times or [time.monotonic()]  # an empty answer is one, too
     span = times[-1] - times[0]
     return Measured(
         name=name,
@@ -220,28 +223,24 @@ def run() -> int:
     """Run the demonstration; returns the exit code. Raises `PdkvError` for what a person can change."""
     console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     began = time.monotonic()
-    cluster = Cluster(options())
-    with interrupted_by_signals(cluster), cluster:
-        try:
-            cluster.prepare()
-            with open_progress(sys.stderr) as progress:
-                line = cluster.start(progress)
-            console.print(line, highlight=False, soft_wrap=True)
-            with cluster.interruptible():
-                try:
-                    show(cluster.facts["router"]["url"], console)
-                except (httpx.TransportError, PdkvError):
-                    cluster.check()
+
+    def demonstrate(cluster: Cluster) -> None:
+        with open_progress(sys.stderr) as progress:
+            line = cluster.start(progress)
+        console.print(line, highlight=False, soft_wrap=True)
+        url = cluster.facts["router"]["url"]
+        with cluster.interruptible():
+            try:
+                show(url, console)
+            except (httpx.HTTPError, PdkvError) as error:
+                cluster.check()  # a dead child is the better explanation
+                if isinstance(error, PdkvError):
                     raise
-        except Stopped:
-            sys.stderr.write("\npdkv: stopping\n")
-            return 130
-        except ChildDied as error:
-            cluster.keep_logs()
-            sys.stderr.write(f"\npdkv: {error}\n")
-            return 1
-    console.print(f"Done in {time.monotonic() - began:.0f} s. Serve it yourself: pdkv serve {MODEL}", highlight=False)
-    return 0
+                raise PdkvError(f"{url} does not answer as it should: {error or type(error).__name__}") from error
+        took = f"Done in {time.monotonic() - began:.0f} s."
+        console.print(f"{took} Serve it yourself: pdkv serve {MODEL}", highlight=False)
+
+    return run_cluster(options(), demonstrate, stopped_code=130)
 
 
 def main() -> int:

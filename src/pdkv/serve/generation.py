@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +15,15 @@ import numpy as np
 from pdkv.core.ports import Finished, FinishReason, Int32Array, NewRequest, RemoteSource, TokenSampled
 from pdkv.errors import BadRequest
 from pdkv.runtime.sampler import SamplingParams, TokenLogprobs
+from pdkv.runtime.shown import readable
 from pdkv.serve.detokenizer import TextStream
 from pdkv.serve.engine import ServedInstance, UpdateLike
 from pdkv.serve.openai import ApiError, ChatMessage, ChatRequest, Generation
 from pdkv.serve.params import grant_to_params
+from pdkv.serve.prompt_size import token_bound
 
 _FAILED_CHECK_S = 2.0
+_LONG_TEXT = 1 << 18  # characters; shorter ones are tokenised within a second, whatever they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class Choice:
 class Arrivals(Protocol):
     """Who is told of submissions (telemetry): before each, and again when the instance refused it."""
 
-    def arrived(self, request_id: str) -> None: ...
+    def arrived(self, request_id: str, *, fetches: bool) -> None: ...
 
     def refused(self, request_id: str) -> None: ...
 
@@ -66,6 +70,7 @@ class Frontend:
         self._arrivals = arrivals
         # One thread: a Hugging Face tokenizer cannot be called from several, and long prompts must not stop the loop.
         self._tokenizer_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pdkv-tokenizer")
+        self._bound = functools.cache(lambda: token_bound(instance.model.tokenizer))
 
     def close(self) -> None:
         """Stop the tokenizer thread."""
@@ -76,6 +81,7 @@ class Frontend:
         if isinstance(prompt, str):
             tokens = await self._in_tokenizer_thread(self._encode_text, prompt, True)
         else:
+            self._room(len(prompt))
             vocab_size = self.instance.model.vocab_size
             wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
             if wrong is not None:
@@ -111,6 +117,8 @@ class Frontend:
     def _encode_text(self, text: str, add_special_tokens: bool) -> Int32Array:
         if self.instance.model.tokenizer is None:
             raise BadRequest(f"the model {self.instance.info.model_name} has no tokenizer; send prompts as token ids")
+        if len(text) > _LONG_TEXT and (bound := self._bound()) is not None:
+            self._room(bound.tokens_at_least(text), "at least ")
         ids = self.instance.model.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return np.asarray(ids, dtype=np.int32)
 
@@ -133,6 +141,9 @@ class Frontend:
     def plan(self, prompts: Sequence[Int32Array], generation: Generation, base_id: str) -> list[Choice]:
         """The choices of a request, prompt by prompt, not yet submitted. Raises `BadRequest`."""
         model = self.instance.model
+        wrong = next((token for token in generation.stop_token_ids if not 0 <= token < model.vocab_size), None)
+        if wrong is not None:
+            raise BadRequest(f"stop_token_ids: {wrong} is outside the vocabulary (0 to {model.vocab_size - 1})")
         choices: list[Choice] = []
         for prompt_index, prompt in enumerate(prompts):
             max_tokens = self._max_tokens(len(prompt), generation)
@@ -177,20 +188,24 @@ class Frontend:
         sampling.validate()
         return sampling
 
-    def _max_tokens(self, prompt_tokens: int, generation: Generation) -> int:
+    def _room(self, prompt_tokens: int, how_exact: str = "") -> int:
+        """Tokens left for the answer, at least one. Raises `BadRequest` when there is none."""
         limit = self.instance.info.max_model_len
-        room = limit - prompt_tokens
-        if room < 1:
+        if prompt_tokens >= limit:
             raise BadRequest(
-                f"the prompt has {prompt_tokens} tokens, but the model's context is {limit} tokens and at least one "
-                "must be left for the answer; shorten the prompt"
+                f"the prompt has {how_exact}{prompt_tokens} tokens, but the model's context is {limit} tokens and at "
+                "least one must be left for the answer; shorten the prompt"
             )
+        return limit - prompt_tokens
+
+    def _max_tokens(self, prompt_tokens: int, generation: Generation) -> int:
+        room = self._room(prompt_tokens)
         if generation.max_tokens is None:
             return room
         if generation.max_tokens > room:
             raise BadRequest(
                 f"max_tokens = {generation.max_tokens} and a prompt of {prompt_tokens} tokens need "
-                f"{generation.max_tokens + prompt_tokens} tokens, but the model's context is {limit}; "
+                f"{generation.max_tokens + prompt_tokens} tokens, but the model's context is {room + prompt_tokens}; "
                 f"ask for at most {room} or shorten the prompt"
             )
         return generation.max_tokens
@@ -214,7 +229,7 @@ class Frontend:
             except RuntimeError:  # the loop is closed: the server is going down and nobody waits for this answer
                 pass
 
-        self._arrivals.arrived(choice.request.request_id)
+        self._arrivals.arrived(choice.request.request_id, fetches=choice.request.source is not None)
         try:
             self.instance.submit(choice.request, choice.sampling, sink)
         except BaseException:
@@ -346,10 +361,11 @@ def _plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
     parts = plain.get("content")
     if isinstance(parts, list):
         for part in parts:
+            kind = readable(repr(part.get("type")))
             if part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise ApiError(
                     400,
-                    f"messages.{index}.content: parts of type {part.get('type')!r} are not supported; send text only",
+                    f"messages.{index}.content: parts of type {kind} are not supported; send text only",
                     param="messages",
                     code="unsupported_value",
                 )

@@ -66,17 +66,22 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
+def as_api_error(error: Exception) -> ApiError:
+    """``error`` as the OpenAI error object that tells of it: 400 for what the client can change, else 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, DoesNotFit):
+        return ApiError(400, str(error), code="does_not_fit")
+    if isinstance(error, BadRequest):
+        return ApiError(400, str(error))
+    if isinstance(error, PdkvError):
+        return ApiError(500, str(error))
+    return ApiError(500, f"internal error: {type(error).__name__}: {error}")
+
+
 def error_response(error: Exception, headers: dict[str, str] | None = None) -> JsonResponse:
-    """The OpenAI error answer for ``error``: 400 for what the client can change, else 500 (or `ApiError`'s own)."""
-    if not isinstance(error, ApiError):
-        if isinstance(error, DoesNotFit):
-            error = ApiError(400, str(error), code="does_not_fit")
-        elif isinstance(error, BadRequest):
-            error = ApiError(400, str(error))
-        elif isinstance(error, PdkvError):
-            error = ApiError(500, str(error))
-        else:
-            error = ApiError(500, f"internal error: {type(error).__name__}: {error}")
+    """The answer of `as_api_error`."""
+    error = as_api_error(error)
     return JsonResponse(error.body(), status_code=error.status, headers=headers)
 
 
@@ -86,6 +91,10 @@ def install_error_handlers(app: FastAPI) -> None:
     async def ours(_request: Request, error: Exception) -> Response:
         return error_response(error)
 
+    async def unexpected(_request: Request, error: Exception) -> Response:
+        # Starlette raises it on, for the log, and uvicorn then drops the connection: the client should know.
+        return error_response(error, {"connection": "close"})
+
     async def of_starlette(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         text = f"{request.method} {request.url.path}: {error.detail}"
@@ -94,11 +103,44 @@ def install_error_handlers(app: FastAPI) -> None:
     async def left(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)
 
-    for kind in (ApiError, PdkvError, Exception):
-        app.add_exception_handler(kind, ours)
+    app.add_exception_handler(ApiError, ours)
+    app.add_exception_handler(PdkvError, ours)
+    app.add_exception_handler(Exception, unexpected)
     app.add_exception_handler(HTTPException, of_starlette)
     for kind in (ClientLeft, ClientDisconnect):  # while it was answered; while its body was read
         app.add_exception_handler(kind, left)
+
+
+class EndsInOrder:
+    """An ASGI application whose requests that a stopping server cancels still get an answer: an error that says so."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        content_type: bytes | None = None  # of the answer; None until it has begun
+        ended = False
+
+        async def noting(message: Any) -> None:
+            nonlocal content_type, ended
+            if message["type"] == "http.response.start":
+                content_type = dict(message["headers"]).get(b"content-type", b"")
+            else:
+                ended = not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except asyncio.CancelledError:
+            error = ApiError(503, "the server is stopping; send the request again", code="server_stopping")
+            if content_type is None:
+                await error_response(error, {"connection": "close"})(scope, receive, send)
+            elif content_type.startswith(b"text/event-stream") and not ended:
+                event = b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+                await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -35,12 +35,14 @@ def serve_instance(options: InstanceOptions, reporter: Reporter, sock: socket.so
         logging.getLogger(noisy).setLevel(logging.WARNING)
     sock = sock or bind(options.host, options.port)
     reporter.progress("importing torch and transformers ...")
+    from pdkv.runtime.precheck import check
+
+    files = check(options)  # before torch is imported
     from pdkv.runtime.boot import start_instance
-    from pdkv.runtime.models.files import resolve_model
     from pdkv.serve.api import create_app
     from pdkv.serve.telemetry import Telemetry
 
-    name = options.served_model_name or resolve_model(options.model).name
+    name = options.served_model_name or files.name
     telemetry = Telemetry(name)
 
     def say(line: str) -> None:

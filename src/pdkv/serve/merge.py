@@ -1,4 +1,4 @@
-"""Merging the answers of several instances into the router's own `/metrics` and `/debug/memory`."""
+"""Prometheus texts of several instances as one, for the router's `/metrics`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 disable_created_metrics()  # every counter would have a twin with its time of birth
 

@@ -14,12 +14,24 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pdkv.errors import BadRequest
+from pdkv.runtime.shown import readable
 from pdkv.serve.params import ORDINARY, TransferRequest, parse_params
 
 MAX_CHOICES = 64
 MAX_STOP_STRINGS = 16
 MAX_TOP_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_SEQUENCES = 128
+MAX_STOP_TOKENS = 1024
+MAX_MESSAGE_CHARS = 2000
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    {
+        *("conversation", "conversations", "messages", "tools", "documents", "chat_template", "tokenize", "padding"),
+        *("add_generation_prompt", "continue_final_message", "sanitize_control_tokens", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
+"""Names in ``chat_template_kwargs`` that would not reach the template as variables: they steer the tokenizer."""
 
 
 class ApiError(Exception):
@@ -28,10 +40,10 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, *, kind: str | None = None, param: str | None = None, code: str | None = None
     ) -> None:
-        super().__init__(message)
+        self.message = readable(message, MAX_MESSAGE_CHARS)  # much of it may be the client's own text
+        super().__init__(self.message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.param = None if param is None else readable(param)
         self.code = code
         self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
 
@@ -146,29 +158,6 @@ class Generation:
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object in ``body``. Raises `ApiError` 400 with line and column, or saying that it is no object."""
-    try:
-        value = json.loads(body)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno} (character {error.pos})"
-        raise ApiError(400, f"the request body is not JSON: {error.msg} at {where}", code="invalid_json") from None
-    except UnicodeDecodeError as error:
-        raise ApiError(
-            400, f"the request body is not UTF-8: byte {error.start} cannot be decoded", code="invalid_json"
-        ) from None
-    except RecursionError:
-        raise ApiError(400, "the request body is nested too deeply", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, f"the request body must be a JSON object, not {_json_kind(value)}", code="invalid_json")
-    return value
-
-
-def _json_kind(value: object) -> str:
-    kinds = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return kinds.get(type(value), "null")
-
-
 def parse_request(schema: type[Schema], body: Mapping[str, Any]) -> Schema:
     """``body`` as ``schema``. Raises `ApiError` 400 naming the first field that is wrong and what it must be."""
     try:
@@ -233,6 +222,12 @@ def chat_generation(request: ChatRequest) -> Generation:
         _refuse("response_format", "only {'type': 'text'} is supported")
     if request.top_logprobs is not None and not request.logprobs:
         _refuse("top_logprobs", "needs logprobs = true")
+    if reserved := sorted(RESERVED_TEMPLATE_KWARGS & set(request.chat_template_kwargs or ())):
+        _refuse(
+            "chat_template_kwargs",
+            f"{', '.join(reserved)}: not a variable of a template; add_generation_prompt and continue_final_message "
+            "are fields of the request itself, the others are not supported",
+        )
     _within("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     return _generation(request, 1, logprobs=logprobs, default_max_tokens=None)
@@ -246,6 +241,13 @@ def _generation(
     if request.prompt_logprobs is not None:
         _refuse("prompt_logprobs", "not supported; leave it out")
     _within("n", request.n, 1, MAX_CHOICES)
+    answers = num_prompts * (request.n or 1)
+    if answers > MAX_SEQUENCES:
+        _refuse(
+            "prompt",
+            f"{num_prompts} prompts with n = {request.n or 1} ask for {answers} answers, and one request may ask for "
+            f"{MAX_SEQUENCES}; send several requests",
+        )
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     param = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
     _within(param, asked, 1, None)
@@ -253,6 +255,8 @@ def _generation(
     _within("min_tokens", request.min_tokens, 0, max_tokens)
     if request.cache_salt == "":
         _refuse("cache_salt", "must not be empty; leave it out to share the prefix cache")
+    if (stop_tokens := len(request.stop_token_ids or ())) > MAX_STOP_TOKENS:
+        _refuse("stop_token_ids", f"{stop_tokens} tokens; at most {MAX_STOP_TOKENS} are looked for")
     options = request.stream_options
     if options is not None and not request.stream:
         _refuse("stream_options", "needs stream = true")

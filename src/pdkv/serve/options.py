@@ -15,10 +15,12 @@ Transport = Literal["auto", "nixl", "shm"]
 Policy = Literal["strict", "vllm"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 Dtype = Literal["auto", "float32", "bfloat16"]
+WeightStorage = Literal["auto", "bf16"]
 PrefillFallback = Literal["local", "fail"]
 
 DEFAULT_PORT = 8000
 DEFAULT_CHILD_PORTS: dict[str, int] = {"prefill": 8100, "decode": 8200}
+DEFAULT_INSTANCE_TIMEOUT_S = 30.0
 
 
 def _require(condition: bool, text: str) -> None:
@@ -49,6 +51,22 @@ def _host(option: str, value: str) -> None:
         )
 
 
+def _reachable(host: str, side_channel_host: str | None) -> None:
+    """Peers are told the side channel's address, so it must be one that they can connect to."""
+    if side_channel_host is not None:
+        _host("--side-channel-host", side_channel_host)
+    try:
+        wildcard = ipaddress.ip_address(side_channel_host or host).is_unspecified
+    except ValueError:  # a name
+        return
+    given = f"--host {host}" if side_channel_host is None else f"--side-channel-host {side_channel_host}"
+    _require(
+        not wildcard,
+        f"{given}: the other instances are told at which address to ask for KV, and {side_channel_host or host} is "
+        "every address of this host; name the one that they reach, for example --side-channel-host 10.0.0.5",
+    )
+
+
 def check_url(option: str, url: str) -> str:
     """``url`` without a trailing slash. Raises `ConfigError` unless it is http(s)://host[:port]."""
     try:
@@ -67,7 +85,8 @@ def check_url(option: str, url: str) -> str:
 class InstanceOptions:
     """One prefill or decode instance. ``None`` always means "not set: decide from the model and the machine".
 
-    ``port`` 0 and ``side_channel_port`` 0 take any free port. ``kv_load_failure_policy`` None follows ``policy``
+    ``port`` 0 and ``side_channel_port`` 0 take any free port. ``side_channel_host`` None is ``host``; it is what peers
+    are told, so it cannot be a wildcard. ``kv_load_failure_policy`` None follows ``policy``
     (``recompute`` under strict, ``fail`` under vllm). ``memory_share`` is this instance's part of what
     ``gpu_memory_utilization`` allows, when several instances share a machine. Raises `ConfigError` on construction,
     naming the option.
@@ -79,6 +98,7 @@ class InstanceOptions:
     port: int = 0
     device: str = "auto"
     dtype: Dtype = "auto"
+    weight_storage: WeightStorage = "auto"
     max_model_len: int | Literal["auto"] | None = None
     block_size: int = 16
     gpu_memory_utilization: float | None = None
@@ -95,6 +115,7 @@ class InstanceOptions:
     kv_load_timeout_s: float = 60.0
     kv_lease_duration_s: int = 30
     max_leased_fraction: float = 0.8
+    side_channel_host: str | None = None
     side_channel_port: int = 0
     threads: int | None = None
     served_model_name: str | None = None
@@ -105,12 +126,14 @@ class InstanceOptions:
         _require(bool(self.model.strip()), "MODEL is empty: give smollm2, a directory, a .gguf file or a hub id")
         _host("--host", self.host)
         _port("--port", self.port)
+        _reachable(self.host, self.side_channel_host)
         _port("--side-channel-port", self.side_channel_port)
         device_ok = self.device in ("auto", "cpu", "cuda") or (
             self.device.startswith("cuda:") and self.device[5:].isdigit()
         )
         _require(device_ok, f"--device {self.device}: use auto, cpu, cuda or cuda:N")
         _one_of("--dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _one_of("--weight-storage", self.weight_storage, ("auto", "bf16"))
         if self.max_model_len is not None and self.max_model_len != "auto":
             _require(
                 isinstance(self.max_model_len, int) and self.max_model_len >= 2,
@@ -157,6 +180,8 @@ class RouterOptions:
 
     ``prefill_fallback`` says what happens when no prefill instance can be reached: ``local`` lets the decode instance
     compute the prompt itself (the answer carries ``x-pdkv-prefill: local``), ``fail`` answers 503 naming P.
+    ``instance_timeout_s`` is how long an instance may give no sign of life (an answer, or `/health`) while the router
+    waits for it; one that is only busy is waited for without limit.
     """
 
     prefill: tuple[str, ...]
@@ -165,6 +190,7 @@ class RouterOptions:
     port: int = DEFAULT_PORT
     prefill_fallback: PrefillFallback = "local"
     connect_timeout_s: float = 5.0
+    instance_timeout_s: float = DEFAULT_INSTANCE_TIMEOUT_S
 
     def __post_init__(self) -> None:
         _require(bool(self.prefill), "--prefill: give the URL of at least one prefill instance")
@@ -175,6 +201,7 @@ class RouterOptions:
         _port("--port", self.port)
         _one_of("--prefill-fallback", self.prefill_fallback, ("local", "fail"))
         _positive("--connect-timeout", self.connect_timeout_s)
+        _positive("--instance-timeout", self.instance_timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +216,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     prefill_fallback: PrefillFallback = "local"
+    instance_timeout_s: float = DEFAULT_INSTANCE_TIMEOUT_S
     start_timeout_s: float = 600.0
     stop_grace_s: float = 10.0
     log_dir: str | None = None
@@ -199,5 +227,6 @@ class ServeOptions:
         _host("--host", self.host)
         _port("--port", self.port)
         _one_of("--prefill-fallback", self.prefill_fallback, ("local", "fail"))
+        _positive("--instance-timeout", self.instance_timeout_s)
         _positive("--start-timeout", self.start_timeout_s)
         _positive("--stop-grace", self.stop_grace_s)

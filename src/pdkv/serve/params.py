@@ -6,12 +6,16 @@ The fields are vLLM's, so existing routers work unchanged; ``pdkv_slot``, ``pdkv
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pdkv.core.ports import LeaseGrant, Peer, RemoteSource
 from pdkv.errors import BadRequest
+from pdkv.runtime.shown import readable
+
+_NAME = re.compile(r"[!-~]{1,512}")  # an id or a host; it will stand in logs
 
 PREFILL_LEG: dict[str, Any] = {
     "do_remote_decode": True,
@@ -98,7 +102,7 @@ def _flag(params: Mapping[str, Any], name: str) -> bool:
     value = params.get(name)
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise BadRequest(f"kv_transfer_params.{name}: must be true or false, got {value!r}")
+    raise BadRequest(f"kv_transfer_params.{name}: must be true or false, got {readable(repr(value))}")
 
 
 def _source(params: Mapping[str, Any]) -> RemoteSource:
@@ -115,8 +119,8 @@ def _source(params: Mapping[str, Any]) -> RemoteSource:
 
     def text(name: str) -> str:
         value = params.get(name)
-        if not isinstance(value, str) or not value or len(value) > 512:
-            problems.append(f"{name} (a string)")
+        if not isinstance(value, str) or _NAME.fullmatch(value) is None:
+            problems.append(f"{name} (1 to 512 printable ASCII characters without spaces)")
             return ""
         return value
 

@@ -4,6 +4,10 @@ What P answers is opaque here. The client's own ``kv_transfer_params`` are strip
 are. When no P can be reached, D computes the prompt itself unless ``prefill_fallback`` is ``fail``: a slower answer is
 what a user expects from a router that still has a working instance, and the header ``x-pdkv-prefill: local`` and a
 metric say that it happened. When D cannot be reached, P's lease ends by expiry: only a consumer may end one.
+
+A long queue is no failure, so there is no limit on how long a leg may take; an instance that gives no sign of life for
+``instance_timeout_s`` is given up (`backends.Watch`). An instance that fails before anything of its answer was passed
+on is replaced by the next of its role.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from fastapi import FastAPI, Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.responses import Response
 
-from pdkv.serve.backends import Backend, Pool, Unreachable, open_response
+from pdkv.runtime.shown import REASON_CHARS, readable
+from pdkv.serve.backends import Backend, Pool, Silent, Unreachable, Watch, make_client, open_response
 from pdkv.serve.http import (
     JsonResponse,
     StreamResponse,
@@ -32,14 +37,14 @@ from pdkv.serve.http import (
     request_id_of,
     until_disconnect,
 )
-from pdkv.serve.merge import merge_metrics
-from pdkv.serve.openai import ApiError, parse_json
+from pdkv.serve.merge import CONTENT_TYPE, merge_metrics
+from pdkv.serve.openai import ApiError
 from pdkv.serve.options import RouterOptions
 from pdkv.serve.params import PREFILL_LEG
+from pdkv.serve.strict_json import parse_json
 
 LOG = logging.getLogger("pdkv.router")
 PREFILL_HEADER = "x-pdkv-prefill"
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _NOT_FORWARDED = frozenset(
     {
@@ -79,12 +84,7 @@ class Router:
         self._prefill = Pool("prefill", options.prefill)
         self._decode = Pool("decode", options.decode)
         self._metrics = RouterMetrics()
-        self._client = client or httpx.AsyncClient(
-            # A prompt may queue for long, so only connecting has a limit. No proxy settings from the environment.
-            timeout=httpx.Timeout(None, connect=options.connect_timeout_s),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=3.0),
-            trust_env=False,
-        )
+        self._client = client or make_client(options.connect_timeout_s)
 
     async def close(self) -> None:
         """Close the connections to the instances."""
@@ -128,16 +128,18 @@ class Router:
         for backend in self._prefill.candidates():
             outgoing = self._client.build_request("POST", backend.url + path, content=content, headers=headers)
             try:
-                async with open_response(self._client, backend, outgoing) as response:
-                    answer = await response.aread()
-            except Unreachable as error:
+                async with Watch(self._client, backend, self._options.instance_timeout_s) as watch:
+                    response = await watch.wait(self._whole(backend, outgoing))
+            except (Unreachable, Silent) as error:
                 failures.append(str(error))
                 continue
             except httpx.TransportError as error:  # P died while it computed: nothing was shown to anybody
-                failures.append(f"{backend.label} {backend.url}: {error or type(error).__name__}")
+                failures.append(f"{backend.name}: {error or type(error).__name__}")
                 continue
+            answer = response.content
             if response.status_code == 503:
-                failures.append(f"{backend.label} {backend.url}: {_error_text(answer)}")
+                backend.rest()
+                failures.append(f"{backend.name}: {_error_text(answer)}")
                 continue
             if not response.is_success:
                 return PrefillResult(refused=_passed_on(response, answer))
@@ -150,6 +152,11 @@ class Router:
                 code="prefill_unavailable",
             )
         return PrefillResult(local_because="; ".join(failures))
+
+    async def _whole(self, backend: Backend, outgoing: httpx.Request) -> httpx.Response:
+        async with open_response(self._client, backend, outgoing) as response:
+            await response.aread()
+        return response
 
     @staticmethod
     def _params_of(backend: Backend, answer: bytes) -> PrefillResult:
@@ -169,37 +176,44 @@ class Router:
         failures: list[str] = []
         for backend in self._decode.candidates():
             outgoing = self._client.build_request("POST", backend.url + path, content=content, headers=headers)
-            stack = AsyncExitStack()
-            try:
-                response = await stack.enter_async_context(open_response(self._client, backend, outgoing))
-            except Unreachable as error:
-                failures.append(str(error))
-                continue
-            except httpx.TransportError as error:
-                raise ApiError(
-                    503,
-                    f"{backend.label} {backend.url} closed the connection before it answered "
-                    f"({error or type(error).__name__}); send the request again",
-                    code="decode_failed",
-                ) from None
-            passed = {k: v for k, v in response.headers.items() if k not in _NOT_FORWARDED - {"content-length"}}
-            return StreamResponse(
-                self._bytes(backend, response),
-                status_code=response.status_code,
-                headers=passed | extra,
-                media_type=None,
-                cleanup=stack.aclose,
-            )
+            async with AsyncExitStack() as stack:
+                try:
+                    watch = await stack.enter_async_context(
+                        Watch(self._client, backend, self._options.instance_timeout_s)
+                    )
+                    opened = open_response(self._client, backend, outgoing)
+                    response = await watch.wait(stack.enter_async_context(opened))
+                    if response.status_code == 503:  # its engine has stopped
+                        backend.rest()
+                        failures.append(f"{backend.name}: {_error_text(await watch.wait(response.aread()))}")
+                        continue
+                except (Unreachable, Silent) as error:
+                    failures.append(str(error))
+                    continue
+                except httpx.TransportError as error:  # it died while it computed: nothing was shown to anybody
+                    failures.append(
+                        f"{backend.name} closed the connection before it answered ({error or type(error).__name__})"
+                    )
+                    continue
+                passed = {k: v for k, v in response.headers.items() if k not in _NOT_FORWARDED - {"content-length"}}
+                return StreamResponse(
+                    self._bytes(backend, response, watch),
+                    status_code=response.status_code,
+                    headers=passed | extra,
+                    media_type=None,
+                    cleanup=stack.pop_all().aclose,
+                )
         raise ApiError(503, f"no decode instance answers ({'; '.join(failures)})", code="decode_unavailable")
 
     @staticmethod
-    async def _bytes(backend: Backend, response: httpx.Response) -> AsyncGenerator[bytes]:
+    async def _bytes(backend: Backend, response: httpx.Response, watch: Watch) -> AsyncGenerator[bytes]:
+        chunks = response.aiter_raw()
         try:
-            async for chunk in response.aiter_raw():
+            while (chunk := await watch.wait(anext(chunks, None))) is not None:
                 yield chunk
-        except httpx.TransportError as error:
+        except (httpx.TransportError, Silent) as error:
             reason = error or type(error).__name__
-            text = f"{backend.label} {backend.url} broke off in the middle of the answer ({reason})"
+            text = f"{backend.name} broke off in the middle of the answer ({reason})"
             LOG.error("%s", text)
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
                 raise
@@ -233,7 +247,10 @@ class Router:
         return error_response(ApiError(503, f"no decode instance answers ({'; '.join(failures)})"))
 
     async def health(self, _request: Request) -> Response:
-        """``GET /health``: 200 while at least one instance of each role is healthy; every instance is named."""
+        """``GET /health``: 200 while requests are answered; every instance is named.
+
+        That takes a healthy decode instance, and a prefill instance too if decode may not stand in for it.
+        """
         states: dict[str, str] = {}
         healthy = {"prefill": 0, "decode": 0}
         for backend, answer in await self._get_all("/health"):
@@ -244,7 +261,8 @@ class Router:
                 healthy[backend.role] += 1
             else:
                 states[backend.label] = _reason(answer)
-        missing = [role for role, count in healthy.items() if not count]
+        needed = ["decode"] if self._options.prefill_fallback == "local" else ["prefill", "decode"]
+        missing = [role for role in needed if not healthy[role]]
         if missing:
             return JsonResponse(
                 {"status": "failed", "reason": f"no healthy {' and no '.join(missing)} instance", "instances": states},
@@ -283,14 +301,14 @@ def _passed_on(response: httpx.Response, body: bytes) -> Response:
 
 def _reason(response: httpx.Response) -> str:
     try:
-        return str(response.json()["reason"])
+        return readable(str(response.json()["reason"]), REASON_CHARS)
     except (ValueError, KeyError, TypeError):
         return f"HTTP {response.status_code}"
 
 
 def _error_text(body: bytes) -> str:
     try:
-        return str(msgspec.json.decode(body)["error"]["message"])
+        return readable(str(msgspec.json.decode(body)["error"]["message"]), REASON_CHARS)
     except (msgspec.DecodeError, KeyError, TypeError):
         return "HTTP 503"
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,13 +110,14 @@ class Cluster:
     def prepare(self) -> None:
         """Take the public port, find the model, and convert its weights if that was never done (with its own bar).
 
-        Raises `ConfigError` for a port in use and for an unknown or unreadable model, `Stopped`.
+        Raises `ConfigError` for a port in use and for whatever options and config.json alone decide, `Stopped`.
         """
-        from pdkv.runtime.models.files import resolve_model
+        from pdkv.runtime.precheck import check
 
         self._public = bind(self.options.host, self.options.port)
         with self.interruptible():
-            resolve_model(self.options.prefill.model)
+            check(self.options.prefill)
+            check(self.options.decode)
 
     def start(self, progress: Progress | None = None) -> str:
         """Start everything (after `prepare`) and wait until it serves; returns the ready line.
@@ -133,6 +134,7 @@ class Cluster:
             host=options.host,
             port=options.port,
             prefill_fallback=options.prefill_fallback,
+            instance_timeout_s=options.instance_timeout_s,
         )
         parts.append(Part("router", "pdkv.serve.router_main", router, self._public))
         self._public = None
@@ -158,6 +160,7 @@ class Cluster:
             notice = self._next_notice(deadline - time.monotonic())
             if notice is None:
                 late = ", ".join(child.name for child in self.children if child.name not in self.facts)
+                self.keep_logs()
                 raise ConfigError(f"not ready after {timeout_s:.0f} s: {late}; see the logs in {self.log_dir}")
             name, report = notice.child.name, notice.report
             if report is None:
@@ -260,26 +263,36 @@ def interrupted_by_signals(cluster: Cluster) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run(options: ServeOptions) -> int:
-    """Serve until Ctrl-C or SIGTERM (exit code 0) or until a child dies (1, after its last log lines on stderr).
+def run_cluster(options: ServeOptions, use: Callable[[Cluster], None], *, stopped_code: int) -> int:
+    """Call ``use`` with a prepared cluster, and stop that afterwards however it ends. Returns the exit code.
 
-    Prints one ready line on stdout. Raises `ConfigError` for what cannot be started.
+    0, ``stopped_code`` after Ctrl-C or SIGTERM, 1 after a child died (its last log lines go to stderr). Raises
+    `ConfigError` for what cannot be started, and whatever else ``use`` raises.
     """
     cluster = Cluster(options)
     with interrupted_by_signals(cluster), cluster:
         try:
             cluster.prepare()
-            with open_progress(sys.stderr) as progress:
-                line = cluster.start(progress)
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
-            sys.stderr.write(f"pdkv: logs are in {cluster.log_dir}; Ctrl-C stops everything\n")
-            cluster.wait()
+            use(cluster)
         except Stopped:
-            sys.stderr.write("pdkv: stopping\n")
-            return 0
+            sys.stderr.write("\npdkv: stopping\n")
+            return stopped_code
         except ChildDied as error:
             cluster.keep_logs()
-            sys.stderr.write(f"pdkv: {error}\npdkv: stopping the others\n")
+            sys.stderr.write(f"\npdkv: {error}\npdkv: stopping the others\n")
             return 1
     return 0
+
+
+def run(options: ServeOptions) -> int:
+    """`run_cluster` until Ctrl-C or SIGTERM, the usual end (exit code 0). Prints one ready line on stdout."""
+
+    def serve(cluster: Cluster) -> None:
+        with open_progress(sys.stderr) as progress:
+            line = cluster.start(progress)
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+        sys.stderr.write(f"pdkv: logs are in {cluster.log_dir}; Ctrl-C stops everything\n")
+        cluster.wait()
+
+    return run_cluster(options, serve, stopped_code=0)

@@ -6,6 +6,7 @@ vLLM's names where the meaning is vLLM's (shared/spec/metrics.md), so existing d
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -34,15 +35,15 @@ from pdkv.serve.engine import InfoLike, ServedInstance
 from pdkv.serve.merge import Snapshot
 from pdkv.units import NS_PER_S
 
+LOG = logging.getLogger("pdkv.transfer")
 TRANSFER_COUNTERS = {
     "failed_handshakes": "Handshakes and claims of ours that were refused or timed out",
     "refusals": "Handshakes and claims of peers that this instance refused",
     "heartbeats_sent": "Heartbeats sent for leases at peers",
     "heartbeats_received": "Heartbeats received for leases here",
     "lost_messages": "Messages to peers that could not be sent (hints: they cost time, not correctness)",
-    "mover_restarts": "Times the mover was killed to fence a transfer",
+    "mover_restarts": "Movers that ended, killed to fence a transfer or by themselves, and were replaced",
 }
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
@@ -56,9 +57,13 @@ _PINNED = frozenset({"running", "draft", "loading", "loaded_waiting", "retained"
 
 @dataclass(slots=True)
 class _Life:
-    """Times of one request, nanoseconds of `time.monotonic_ns` (the instance's clock)."""
+    """Times of one request, nanoseconds of `time.monotonic_ns` (the instance's clock).
+
+    ``fetch_ahead``: its KV is at a prefill instance, and nothing of it was asked for yet.
+    """
 
     arrived_ns: int
+    fetch_ahead: bool = False
     admitted_ns: int | None = None
     first_token_ns: int | None = None
     last_token_ns: int | None = None
@@ -177,9 +182,9 @@ class Telemetry:
 
     # ---------------------------------------------------------------------------------------------------- arrivals
 
-    def arrived(self, request_id: str) -> None:
-        """A request is about to be submitted."""
-        self._lives[request_id] = _Life(time.monotonic_ns())
+    def arrived(self, request_id: str, *, fetches: bool = False) -> None:
+        """A request is about to be submitted; ``fetches``: with KV that a prefill instance holds."""
+        self._lives[request_id] = _Life(time.monotonic_ns(), fetches)
 
     def refused(self, request_id: str) -> None:
         """The instance would not take it."""
@@ -196,6 +201,8 @@ class Telemetry:
 
     def _admitted(self, event: Admitted) -> None:
         life = self._lives.get(event.request_id)
+        if life is not None:
+            life.fetch_ahead = False  # it may have needed nothing of it
         if event.resumed:
             return
         computed = event.prompt_tokens - event.local_tokens - event.external_tokens
@@ -256,6 +263,8 @@ class Telemetry:
 
     def _load_started(self, event: LoadStarted) -> None:
         self._external_queries.inc(event.tokens)
+        if (life := self._lives.get(event.request_id)) is not None:
+            life.fetch_ahead = False
 
     def _load_finished(self, event: LoadFinished) -> None:
         self._load_blocks.inc(event.blocks)
@@ -263,8 +272,11 @@ class Telemetry:
         self._transfer_bytes.observe(event.moved_bytes)
         self._transfer_blocks.observe(event.blocks)
 
-    def _load_failed(self, _event: LoadFailed) -> None:
+    def _load_failed(self, event: LoadFailed) -> None:
         self._failed_transfers.inc()
+        LOG.warning("%s: its KV did not arrive: %s", event.request_id, event.cause)
+        if (life := self._lives.get(event.request_id)) is not None:
+            life.fetch_ahead = False
 
     def _lease_granted(self, _event: LeaseGranted) -> None:
         self._leases_granted.inc()
@@ -304,6 +316,8 @@ class Telemetry:
         self._by_reason.labels(**self._labels, reason="deferred").set(deferred)
         self._by_reason.labels(**self._labels, reason="capacity").set(stats.waiting - deferred)
         if info.role == "decode":
+            ahead = sum(life.fetch_ahead for life in list(self._lives.values()))
+            self._by_stage.labels(**self._labels, stage="waiting_to_start").set(ahead)
             for stage, account in (("in_progress", "loading"), ("completed_waiting", "loaded_waiting")):
                 count = len({h.request_id for h in view.holders if h.account == account})
                 self._by_stage.labels(**self._labels, stage=stage).set(count)

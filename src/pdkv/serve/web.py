@@ -19,29 +19,35 @@ _GRACE_S = 2
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A TCP socket bound to ``host:port`` (0: any free port) that does not listen yet.
+    """A TCP socket that has ``host:port`` (0: any free port) for itself from now on.
 
-    Raises `ConfigError` when the port is in use or the address is not this machine's.
+    It does not listen yet, so that a client is refused until somebody serves; except where connections of a former
+    server still linger on the port. Raises `ConfigError` when the port is in use or the address is not this machine's.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    if port:  # Two sockets may be bound to one port until one listens, so listening is what finds a port in use.
-        with _bound(family, host, port) as probe:
-            try:
-                probe.listen()
-            except OSError as error:
-                raise _cannot(host, port, error) from None
-    return _bound(family, host, port)
-
-
-def _bound(family: int, host: str, port: int) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if port:
+        return _bound(host, port, reuse=False)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or not port:
+            raise _cannot(host, port, error) from None
+    # Somebody has the port, or only its old connections do. SO_REUSEADDR tells the two apart, but lets others bind
+    # to the port as well until one listens.
+    try:
+        return _bound(host, port, reuse=True)
+    except OSError as error:
+        raise _cannot(host, port, error) from None
+
+
+def _bound(host: str, port: int, *, reuse: bool) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if reuse:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-    except OSError as error:
+        if reuse:
+            sock.listen()
+    except OSError:
         sock.close()
-        raise _cannot(host, port, error) from None
+        raise
     return sock
 
 
@@ -106,8 +112,10 @@ def serve_app(
     ``on_ready`` is called once it accepts connections. Returns the exit code: 0 when told to stop, 1 when broken.
     Open answers get two seconds to end.
     """
+    from pdkv.serve.http import EndsInOrder  # not above: the supervisor binds sockets and needs nothing of FastAPI
+
     config = uvicorn.Config(
-        app,
+        EndsInOrder(app),
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=_GRACE_S,
@@ -115,6 +123,9 @@ def serve_app(
         ws="none",
     )
     server = _Server(config, on_ready, broken)
+    # For the next server: connections that linger after this one do not keep it from the port. Set only now, as it
+    # would let others bind to the port while nobody listens.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     with _signals_only_end_uvicorn():
         server.run(sockets=[sock])
     return 1 if server.broke or not server.started else 0
