@@ -62,7 +62,7 @@ def test_random_traffic(name: str, outstanding: int, interval: int | None) -> No
         engine.check()
         events += plan.events
         plans.append((plan, cache.run(plan.batch)))
-        if len(plans) == outstanding or not engine.has_work:
+        if len(plans) == outstanding or not engine.requests:
             done, outputs = plans.pop(0)
             events += engine.complete(done.step_id, outputs, step)
             engine.check()
