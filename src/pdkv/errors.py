@@ -23,13 +23,9 @@ class BadRequest(PdkvError):
     """A request that can never be served as it stands (HTTP 400)."""
 
 
-class TransferFailed(PdkvError):
-    """A KV transfer between two instances that did not complete (HTTP 500 under the ``fail`` policy)."""
+class FenceLost(PdkvError):
+    """A mover could not be ended: what it has under way may still write to the pool, so that memory is lost.
 
-
-class LeaseExpired(TransferFailed):
-    """The producer released the blocks before they were read: the slot no longer names the lease."""
-
-
-class PeerRefused(TransferFailed):
-    """The peer declined a handshake or a claim; the text carries its reason."""
+    The instance that owns the pool must stop serving and must not reuse the memory; the end of its process is the
+    fence that is left.
+    """

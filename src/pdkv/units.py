@@ -7,6 +7,7 @@ import re
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+TIB = 1 << 40
 
 NS_PER_S = 1_000_000_000
 
@@ -19,7 +20,7 @@ _FACTORS = {
     "ki": KIB,
     "mi": MIB,
     "gi": GIB,
-    "ti": 1 << 40,
+    "ti": TIB,
 }
 _SIZE = re.compile(r"^\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?i?)b?\s*$", re.IGNORECASE)
 
@@ -51,7 +52,7 @@ def parse_bytes(text: str) -> int:
 
 def format_bytes(count: int) -> str:
     """``count`` bytes for a person: the exact integer below 1 KiB, else two decimals of a binary unit."""
-    for unit, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+    for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(count) >= factor:
             return f"{count / factor:.2f} {unit}"
     return f"{count} B"

@@ -19,10 +19,10 @@ from tests.e2e.harness import Flight, array, decode, idle_blocks, instance, pref
 from tests.runtime.tiny import save_tiny
 from tests.runtime.transfer_bench import empty_plan
 
-from pdkv.core.ports import FinishReason, LoadFinished, NewRequest, RemoteSource
-from pdkv.errors import ConfigError, PdkvError
+from pdkv.core.ports import FinishReason, LoadFailed, LoadFinished, NewRequest, RemoteSource
+from pdkv.errors import ConfigError, FenceLost, PdkvError
 from pdkv.runtime import boot, mover_thread
-from pdkv.runtime.control import Control, FenceLost
+from pdkv.runtime.control import Control
 from pdkv.runtime.instance import Instance
 from pdkv.runtime.transports.shm import ShmTransport
 
@@ -70,6 +70,17 @@ def test_a_mover_thread_serves_a_whole_instance(threads: None, model: str, trans
         check_tokens(consumer, [prefill(producer, f"p-{i}", prompt) for i, prompt in enumerate(PROMPTS)])
 
 
+def test_the_log_has_the_cause_of_a_failed_load(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    with closing(instance("prefill", model, transport="shm", **SETTINGS)) as producer:
+        source = prefill(producer, "p", PROMPTS[3])
+    with closing(instance("decode", model, transport="shm", **SETTINGS)) as consumer:
+        flight = decode(consumer, "d", PROMPTS[3], source, 4).wait()
+    (failed,) = flight.of(LoadFailed)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "pdkv.instance" and "not loaded" in r.getMessage()]
+    assert line == f"the KV of 'd' was not loaded: {failed.cause}"
+    assert producer.info.engine_id in line
+
+
 @pytest.fixture
 def unfenced(threads: None, model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Instance]:
     """An instance whose mover cannot promise that its transfers are over."""
@@ -98,7 +109,8 @@ def test_an_instance_that_cannot_fence_fails_and_keeps_its_memory(unfenced: Inst
     assert unfenced.executor.pool.tensor.numel() > 0  # not given back
 
 
-def test_shared_memory_for_a_gpu_pool_is_refused_before_anything_is_loaded() -> None:
+def test_shared_memory_for_a_gpu_pool_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boot, "choose_device", lambda device: device)  # the machine need not have one
     with pytest.raises(ConfigError, match="CPU pools only; use --transport nixl"):
         instance("decode", "/no/such/model", device="cuda", transport="shm")
 

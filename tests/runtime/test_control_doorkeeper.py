@@ -10,14 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pdkv.core.engine import Identity
 from pdkv.core.ports import Done, Heartbeat, Peer, RemoteSource
 from pdkv.core.transfer.lease import lease_token
-from pdkv.runtime.doorkeeper import Doorkeeper, Identity, TransferMemory, differing_facts
+from pdkv.runtime.doorkeeper import Doorkeeper, PeerIdentity, TransferMemory, differing_facts
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.wire import Claim, ClaimReply, Hello, HelloReply, PeerMemory, Refused
 
 FACTS = {"model": "smol@ab12", "dtype": "float32"}
-IDENTITY = Identity("p", nonce=2**63 + 11, secret=b"s" * 32, facts=FACTS)
+IDENTITY = Identity(engine_id="p", nonce=2**63 + 11, secret=b"s" * 32)
 LEASE_NS = 1000
 
 
@@ -27,7 +28,7 @@ def door() -> Iterator[Doorkeeper]:
     slots.array(np.uint64, (8, 2))[2] = (IDENTITY.nonce, 5)
     memory = TransferMemory(pool, 64, 16, slots, 8)
     described = PeerMemory(bytes_per_block=64, num_blocks=16, num_slots=8)
-    yield Doorkeeper(IDENTITY, FACTS, memory, LEASE_NS, lambda: (described, 4))
+    yield Doorkeeper(PeerIdentity(IDENTITY, FACTS), FACTS, memory, LEASE_NS, lambda: (described, 4))
     pool.close()
     slots.close()
 
@@ -76,10 +77,11 @@ def test_every_differing_fact_is_named_with_both_values(door: Doorkeeper) -> Non
         "same",
     ):
         assert text in reply.reason
+    assert "dtype: p has 'float32', d has 'bfloat16'" in reply.reason  # whoever reads it
 
 
 def test_a_strangers_values_are_shown_short() -> None:
-    reason = differing_facts({"model": "m"}, {"model": "x" * 100_000})
+    reason = differing_facts("p", {"model": "m"}, "d" * 100_000, {"model": "x" * 100_000})
     assert reason is not None
     assert len(reason) < 600
 

@@ -246,7 +246,7 @@ def test_a_lease_that_ends_during_the_read_shows_in_the_slot(
 
     def claim_then_lose_the_lease(self, claim, now_ns):  # type: ignore[no-untyped-def]
         answer = claimed(self, claim, now_ns)
-        if self.identity.engine_id == "producer":
+        if self.identity.core.engine_id == "producer":
             producer.slot_words[claim.source.slot] = (producer.identity.nonce, 4711)
         return answer
 

@@ -16,8 +16,8 @@ import pytest
 from tests.runtime.transfer_bench import Half
 
 from pdkv.core.ports import FromPeer, MoverRestarted
+from pdkv.errors import FenceLost
 from pdkv.runtime import mover_thread
-from pdkv.runtime.mover_channel import FenceLost
 from pdkv.runtime.mover_thread import MoverThread
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.transports.base import LocalMemory

@@ -52,7 +52,9 @@ def test_an_explicit_size_wins_and_must_be_free(model: LoadedModel) -> None:
         model, baseline, LIMITS, kv_cache_memory_bytes=300 * MIB, gpu_memory_utilization=0.01
     )
     assert (p.available_kv_bytes, p.basis) == (300 * MIB, "given")
-    with pytest.raises(DoesNotFit, match=r"a KV cache of 1048576\.00 GiB is more than the [\d.]+ GiB free on cpu"):
+    with pytest.raises(
+        DoesNotFit, match=r"a KV cache of 1024\.00 TiB is .* [\d.]+ GiB free on cpu; lower --kv-cache-memory-bytes"
+    ):
         determine_available_memory(model, baseline, LIMITS, kv_cache_memory_bytes=1 << 50)
 
 

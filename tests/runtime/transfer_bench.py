@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from pdkv.core.engine import Identity
 from pdkv.core.ports import Batch, FromPeer, Keepalive, MoverRestarted, Peer, Plan, PostRead, ReadEnded, RemoteSource
 from pdkv.core.transfer.lease import lease_token
-from pdkv.runtime.control import Control, FenceLost, Identity, TransferMemory
+from pdkv.errors import FenceLost
+from pdkv.runtime.control import Control, PeerIdentity, TransferMemory
 from pdkv.runtime.device_memory import DeviceMemory
 from pdkv.runtime.mover_host import MoverKind
 from pdkv.runtime.shared_memory import SharedMemory
@@ -60,12 +62,12 @@ class Half:
         self.pool, self.blocks = _pool(device, num_blocks, bytes_per_block)
         self.slots = SharedMemory(64 * 16)
         self.slot_words = self.slots.array(np.uint64, (64, 2))
-        self.identity = Identity(name, secrets.randbits(63), secrets.token_bytes(32), dict(facts or FACTS))
+        self.identity = Identity(engine_id=name, nonce=secrets.randbits(63), secret=secrets.token_bytes(32))
         self.inbox: queue.Queue[object] = queue.Queue()
         self.failures: list[FenceLost] = []
         self.handles = 0
         self.control = Control(
-            self.identity,
+            PeerIdentity(self.identity, dict(facts or FACTS)),
             TransferMemory(self.pool, bytes_per_block, num_blocks, self.slots, 64),
             port=port,
             transport=transport,

@@ -5,91 +5,30 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pdkv import __version__
-from pdkv.core.config import TRANSFER_POLICIES, EngineConfig, TransferPolicy
+from pdkv.core.config import EngineConfig
 from pdkv.core.engine import Engine, Identity
 from pdkv.core.ports import Event
-from pdkv.errors import ConfigError
-from pdkv.layout.capacity import Capacity, size_pool
+from pdkv.errors import ConfigError, FenceLost
+from pdkv.layout.capacity import Capacity
 from pdkv.layout.dtypes import resolve_kv_dtype
 from pdkv.layout.groups import RankLayout, group_layers
 from pdkv.models.spec import LayerKind, LayerSpec
-from pdkv.runtime.control import Control, FenceLost, TransferMemory, available_transport
-from pdkv.runtime.doorkeeper import Identity as PeerIdentity
+from pdkv.runtime.control import Control, PeerIdentity, TransferMemory, available_transport
 from pdkv.runtime.executor import Executor
 from pdkv.runtime.instance import Instance, InstanceInfo, new_boot_secret, new_engine_id
 from pdkv.runtime.kv_pool import KvPool, SharedMemory
-from pdkv.runtime.models.files import resolve_model
 from pdkv.runtime.models.loader import LoadedModel, load_model
+from pdkv.runtime.precheck import check, longest_asked, no_cuda, pool_capacity
 from pdkv.runtime.profiler import MemoryBaseline, MemoryProfile, ProfileLimits, determine_available_memory
+from pdkv.runtime.settings import InstanceSettings, engine_config
 from pdkv.runtime.transports.base import SLOT_BYTES
-from pdkv.units import format_bytes, seconds_to_ns
-
-
-class InstanceSettings(Protocol):
-    """What one instance is told (`serve.options.InstanceOptions` has these fields). ``None`` means "not set"."""
-
-    @property
-    def role(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def weight_storage(self) -> str: ...
-    @property
-    def max_model_len(self) -> int | Literal["auto"] | None: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def gpu_memory_utilization(self) -> float | None: ...
-    @property
-    def memory_share(self) -> float: ...
-    @property
-    def kv_cache_memory_bytes(self) -> int | None: ...
-    @property
-    def num_gpu_blocks_override(self) -> int | None: ...
-    @property
-    def max_num_seqs(self) -> int: ...
-    @property
-    def max_num_batched_tokens(self) -> int: ...
-    @property
-    def enable_prefix_caching(self) -> bool: ...
-    @property
-    def watermark(self) -> float: ...
-    @property
-    def transport(self) -> str: ...
-    @property
-    def policy(self) -> str: ...
-    @property
-    def kv_load_failure_policy(self) -> str | None: ...
-    @property
-    def kv_load_timeout_s(self) -> float: ...
-    @property
-    def kv_lease_duration_s(self) -> int: ...
-    @property
-    def max_leased_fraction(self) -> float: ...
-    @property
-    def side_channel_host(self) -> str | None: ...
-    @property
-    def side_channel_port(self) -> int: ...
-    @property
-    def threads(self) -> int | None: ...
-    @property
-    def served_model_name(self) -> str | None: ...
-    @property
-    def debug(self) -> bool: ...
-
+from pdkv.units import format_bytes
 
 Say = Callable[[str], None]
 
@@ -104,12 +43,12 @@ def start_instance(
 
     Raises `ConfigError`, `UnsupportedModel` or `DoesNotFit` with what to change; nothing is left running then.
     """
-    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     device = choose_device(settings.device)
     # Now, not after minutes of loading:
     available_transport(settings.transport, "VRAM" if device.startswith("cuda") else "DRAM")
+    files = check(settings)
+    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     baseline = MemoryBaseline.take(device)
-    files = resolve_model(settings.model)
     say(f"loading {settings.model}")
     model = load_model(files, device, settings.dtype, settings.weight_storage)
     say(f"loaded {model.name}: {format_bytes(model.weights_bytes)} of weights in {model.dtype} on {model.device}")
@@ -117,7 +56,8 @@ def start_instance(
     profile, capacity = plan_memory(settings, model, baseline, layout)
     for line in (*profile.lines(), *capacity_lines(capacity, settings.block_size)):
         say(line)
-    info, config = instance_info(settings, model, profile, capacity), engine_config(settings, capacity)
+    info = instance_info(settings, model, profile, capacity)
+    config = engine_config(settings, capacity.num_blocks, capacity.max_model_len)
     memory = allocate(model, capacity, settings.block_size)
     try:
         return _assemble(settings, model, memory, info, config, on_events)
@@ -128,9 +68,20 @@ def start_instance(
 
 
 def choose_device(device: str) -> str:
-    """``cuda`` for ``auto`` where there is one, else ``cpu``; anything else as it is."""
+    """``cuda`` for ``auto`` where there is one, else ``cpu``; anything else as it is.
+
+    Raises `ConfigError` for a CUDA device that is not there.
+    """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = device.partition(":")
+    if kind == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise ConfigError(no_cuda(device, torch.__version__))
+        if index and int(index) >= count:
+            there = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+            raise ConfigError(f"--device {device}: there is no such device, this machine has {there}; use one of those")
     return device
 
 
@@ -145,13 +96,7 @@ def plan_memory(
     settings: InstanceSettings, model: LoadedModel, baseline: MemoryBaseline, layout: RankLayout
 ) -> tuple[MemoryProfile, Capacity]:
     """How many bytes there are for KV, and what they hold. Raises `DoesNotFit` when not even one request fits."""
-    asked = settings.max_model_len
-    if isinstance(asked, int) and asked > model.max_model_len:
-        raise ConfigError(
-            f"--max-model-len {asked} is more than the {model.max_model_len} positions that {model.name} was made for; "
-            "lower it"
-        )
-    longest = model.max_model_len if asked in (None, "auto") else int(asked)
+    longest = longest_asked(settings, model.max_model_len, model.name)
     limits = ProfileLimits(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
@@ -167,15 +112,7 @@ def plan_memory(
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
         share=settings.memory_share,
     )
-    capacity = size_pool(
-        [layout],
-        [profile.available_kv_bytes],
-        max_model_len=None if asked == "auto" else longest,
-        model_limit=longest,
-        num_blocks_override=settings.num_gpu_blocks_override,
-    )
-    capacity.require_fit()
-    return profile, capacity
+    return profile, pool_capacity(settings, layout, profile.available_kv_bytes, longest)
 
 
 def capacity_lines(capacity: Capacity, block_size: int) -> list[str]:
@@ -186,14 +123,6 @@ def capacity_lines(capacity: Capacity, block_size: int) -> list[str]:
         f"{capacity.num_blocks} blocks of {block_size} tokens ({capacity.usable_blocks} usable, one is the null "
         f"block), {capacity.bytes_per_block} bytes each",
     ]
-
-
-def transfer_policy(settings: InstanceSettings) -> TransferPolicy:
-    """The preset of ``--policy``, with its load-failure rule replaced when one was given."""
-    preset = TRANSFER_POLICIES[settings.policy]
-    if settings.kv_load_failure_policy is None:
-        return preset
-    return dataclasses.replace(preset, load_failure=settings.kv_load_failure_policy)
 
 
 class InstanceMemory:
@@ -247,10 +176,11 @@ def _assemble(
 ) -> Instance:
     """Engine, control thread and instance on ``memory``, running. It is given back by `Instance.close`."""
     nonce, secret = new_boot_secret()
-    engine = Engine(config, Identity(engine_id=info.engine_id, nonce=nonce, secret=secret), memory.slot_array)
+    identity = Identity(engine_id=info.engine_id, nonce=nonce, secret=secret)
+    engine = Engine(config, identity, memory.slot_array)
     made: list[Instance] = []  # the control thread is made before the instance that it delivers to
     control = Control(
-        PeerIdentity(info.engine_id, nonce, secret, peer_facts(model, info.block_size)),
+        PeerIdentity(identity, peer_facts(model, info.block_size)),
         memory.transfer,
         host=info.side_channel_host,
         port=settings.side_channel_port,
@@ -292,23 +222,6 @@ def instance_info(
         side_channel_host=settings.side_channel_host or settings.host,
         side_channel_port=settings.side_channel_port,
         memory_profile=profile,
-    )
-
-
-def engine_config(settings: InstanceSettings, capacity: Capacity) -> EngineConfig:
-    """The core's configuration. Raises `ConfigError` for combinations that cannot work."""
-    return EngineConfig(
-        num_blocks=capacity.num_blocks,
-        block_size=settings.block_size,
-        max_model_len=capacity.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        watermark=settings.watermark,
-        transfer=transfer_policy(settings),
-        kv_load_timeout_ns=seconds_to_ns(settings.kv_load_timeout_s),
-        lease_ns=seconds_to_ns(settings.kv_lease_duration_s),
-        max_leased_fraction=settings.max_leased_fraction,
     )
 
 

@@ -17,9 +17,8 @@ from concurrent.futures import Future
 import zmq
 
 from pdkv.core.ports import Done, FromPeer, Heartbeat, InboxItem, Keepalive, Plan
-from pdkv.errors import ConfigError
-from pdkv.runtime.doorkeeper import Doorkeeper, Identity, TransferMemory
-from pdkv.runtime.mover_channel import FenceLost
+from pdkv.errors import ConfigError, FenceLost
+from pdkv.runtime.doorkeeper import Doorkeeper, PeerIdentity, TransferMemory
 from pdkv.runtime.mover_host import MoverHost, MoverKind
 from pdkv.runtime.peer_link import endpoint
 from pdkv.runtime.reader import Reader
@@ -38,7 +37,7 @@ from pdkv.runtime.wire import (
 
 log = logging.getLogger("pdkv.control")
 
-__all__ = ["Control", "FenceLost", "Identity", "TransferMemory", "TransferStats", "available_transport"]
+__all__ = ["Control", "PeerIdentity", "TransferMemory", "TransferStats", "available_transport"]
 
 _FRAMES_PER_TURN = 64  # one noisy socket must not keep the thread from the others
 _START_TIMEOUT_S = 120.0
@@ -87,7 +86,7 @@ class Control:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: PeerIdentity,
         memory: TransferMemory,
         *,
         host: str = "127.0.0.1",
@@ -231,7 +230,7 @@ class Control:
         )
         self._reader = Reader(
             context=context,
-            engine_id=self._identity.engine_id,
+            engine_id=self._identity.core.engine_id,
             facts=facts,
             bytes_per_block=self._memory.bytes_per_block,
             mover=self._mover,

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pdkv.core.engine import Identity
 from pdkv.core.ports import Done, Heartbeat, PeerMessage, RemoteSource
 from pdkv.core.transfer.lease import lease_token
 from pdkv.runtime.device_memory import DeviceMemory
 from pdkv.runtime.shared_memory import SharedMemory
+from pdkv.runtime.shown import quoted, readable
 from pdkv.runtime.wire import Answer, Claim, ClaimReply, Hello, HelloReply, PeerMemory, Question, Refused
 
-_SHOWN_CHARS = 120  # of a value that a stranger sent
+_SHOWN_FACTS = 20  # of a list that a stranger sent
 
 
 @dataclass(frozen=True)
-class Identity:
-    """One life of an instance. ``nonce`` and ``secret`` are drawn at start; ``facts`` must be equal on both sides."""
+class PeerIdentity:
+    """One life of an instance as peers meet it: who it is, and the ``facts`` that must be equal on both sides."""
 
-    engine_id: str
-    nonce: int
-    secret: bytes
+    core: Identity
     facts: dict[str, str]
 
 
@@ -38,26 +38,21 @@ class TransferMemory:
     num_slots: int
 
 
-def differing_facts(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """Every fact that differs with both values, or None. ``ours`` belongs to the one who refuses."""
+def differing_facts(our_name: str, ours: Mapping[str, str], their_name: str, theirs: Mapping[str, str]) -> str | None:
+    """Every fact that differs, with both values, or None. The text is read on both sides: it calls each by its name."""
+    we, they = readable(our_name), readable(their_name)
     differences = [
-        f"{name} is {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
+        f"{readable(name)}: {we} has {quoted(ours.get(name))}, {they} has {quoted(theirs.get(name))}"
         for name in sorted(ours.keys() | theirs.keys())
         if ours.get(name) != theirs.get(name)
     ]
     if not differences:
         return None
     return (
-        "; ".join(differences[:20])
+        "; ".join(differences[:_SHOWN_FACTS])
         + ". A decode instance reads a prefill instance's KV byte for byte: start both with the same model, dtype, "
         "block size and transport"
     )
-
-
-def _shown(value: str | None) -> str:
-    if value is None:
-        return "not set"
-    return repr(value if len(value) <= _SHOWN_CHARS else value[:_SHOWN_CHARS] + "…")
 
 
 @dataclass
@@ -67,7 +62,7 @@ class Doorkeeper:
     ``describe()`` gives the memory as it can be read now and its epoch.
     """
 
-    identity: Identity
+    identity: PeerIdentity
     facts: Mapping[str, str]
     memory: TransferMemory
     lease_ns: int
@@ -100,15 +95,15 @@ class Doorkeeper:
     def _hello(self, hello: Hello) -> Answer:
         reason = self._stranger(hello.target)
         if reason is None:
-            reason = differing_facts(self.facts, hello.facts)
+            reason = differing_facts(self.identity.core.engine_id, self.facts, hello.engine_id, hello.facts)
         if reason is not None:
             self.refusals += 1
             return Refused(seq=hello.seq, reason=reason)
         memory, epoch = self.describe()
         return HelloReply(
             seq=hello.seq,
-            engine_id=self.identity.engine_id,
-            nonce=self.identity.nonce,
+            engine_id=self.identity.core.engine_id,
+            nonce=self.identity.core.nonce,
             epoch=epoch,
             lease_ns=self.lease_ns,
             facts=dict(self.facts),
@@ -124,14 +119,14 @@ class Doorkeeper:
         return ClaimReply(seq=claim.seq, epoch=self.describe()[1])
 
     def _stranger(self, engine_id: str) -> str | None:
-        if engine_id == self.identity.engine_id:
+        if engine_id == self.identity.core.engine_id:
             return None
-        return f"engine {_shown(engine_id)} is gone, {self.identity.engine_id!r} answers there now"
+        return f"engine {quoted(engine_id)} is gone, {self.identity.core.engine_id!r} answers there now"
 
     def _invalid(self, source: RemoteSource) -> str | None:
         """Why this grant was never ours or is no longer; None when it stands."""
         memory = self.memory
-        if source.nonce != self.identity.nonce:
+        if source.nonce != self.identity.core.nonce:
             return "the lease is of an earlier life of this engine"
         well_formed = (
             0 <= source.slot < memory.num_slots
@@ -143,7 +138,7 @@ class Doorkeeper:
         if not well_formed:
             return f"slot, ids, tokens or blocks are outside what there is ({memory.num_blocks} blocks)"
         expected = lease_token(
-            self.identity.secret,
+            self.identity.core.secret,
             lease_id=source.lease_id,
             slot=source.slot,
             block_ids=source.block_ids,

@@ -33,7 +33,9 @@ from pdkv.runtime.control import Control
 from pdkv.runtime.executor import Executor, StepResult
 from pdkv.runtime.profiler import MemoryProfile
 from pdkv.runtime.sampler import SamplingParams, TokenLogprobs
+from pdkv.runtime.shown import quoted
 from pdkv.runtime.transfer_stats import TransferStats
+from pdkv.runtime.trouble_log import TroubleLog
 
 log = logging.getLogger("pdkv.instance")
 
@@ -114,6 +116,7 @@ class Instance:
         self._engine_lock = threading.Lock()
         self._last_step_ns = time.monotonic_ns()
         self._closing = False
+        self._troubles = TroubleLog(log)
         self._thread = threading.Thread(target=self._run, name="pdkv-engine", daemon=True)
 
     def start(self) -> None:
@@ -146,7 +149,7 @@ class Instance:
         with self._wake:
             self._require_alive()  # again: from now on `_end_all` finds it
             if request.request_id in self._served:
-                raise BadRequest(f"request id {request.request_id} is in use; give every request its own")
+                raise BadRequest(f"request id {quoted(request.request_id)} is in use; give every request its own")
             self._served[request.request_id] = _Served(sampling, sink)
             self._inbox.append(request)
             self._wake.notify()
@@ -242,6 +245,7 @@ class Instance:
             if self._debug:
                 self.engine.check()
         self._publish(events, result.logprobs)
+        self._troubles.tick(self._last_step_ns)
         return len(plan.batch) == 0, plan.next_deadline_ns
 
     def _admit(self, request: NewRequest) -> None:
@@ -262,6 +266,7 @@ class Instance:
     def _publish(self, events: tuple[Event, ...], logprobs: dict[str, TokenLogprobs]) -> None:
         if not events:
             return
+        self._troubles.take(events, time.monotonic_ns())
         if self._on_events is not None:
             try:
                 self._on_events(events)
@@ -284,7 +289,7 @@ class Instance:
         try:
             served.sink(update)
         except Exception:  # a front end's fault must not stop everybody else's tokens
-            log.exception("the receiver of %s failed", update.request_id)
+            log.exception("the receiver of %s failed", quoted(update.request_id))
 
     def _end_all(self, error: str) -> None:
         """Everyone still served gets an outcome."""

@@ -11,9 +11,7 @@ the core's deadline then has this process killed.
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import select
 import signal
 import socket
@@ -25,6 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pdkv.runtime.parent_death import die_with_parent
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, Transport, TransportError, cut_slices
 from pdkv.runtime.wire import (
@@ -45,7 +44,6 @@ from pdkv.runtime.wire import (
 
 log = logging.getLogger("pdkv.mover")
 
-_PR_SET_PDEATHSIG = 1
 _SERVING_POLL_S = 0.001  # a peer's read needs our help to set its connection up: at most this late
 _IDLE_POLL_S = 0.2
 # Between two looks at a copy that is under way: (after so many fruitless looks, wait so long). Most are over at once; a
@@ -237,15 +235,6 @@ def _range_error(remote, local, slot: int, peer: _Peer, num_blocks: int) -> str 
     if not 0 <= slot < peer.num_slots:
         return f"lease slot {slot} outside the peer's {peer.num_slots} slots"
     return None
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel SIGKILL this process when the thread that started it ends, even if stuck in a copy."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:
-        os._exit(1)  # it ended before the call above
 
 
 def make_transport(name: str, agent: str, memory: LocalMemory) -> Transport:

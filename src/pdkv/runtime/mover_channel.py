@@ -9,18 +9,9 @@ from collections import deque
 
 import msgspec
 
-from pdkv.errors import PdkvError
 from pdkv.runtime.wire import BadFrame, FrameBuffer, FromMover, ToMover, from_mover_decoder, pack
 
 log = logging.getLogger("pdkv.control")
-
-
-class FenceLost(PdkvError):
-    """A mover could not be ended: what it has under way may still write to the pool, so that memory is lost.
-
-    The instance that owns the pool must stop serving and must not reuse the memory; the end of its process is the
-    fence that is left.
-    """
 
 
 class MoverChannel(abc.ABC):

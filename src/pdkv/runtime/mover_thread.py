@@ -10,8 +10,9 @@ import socket
 import threading
 import traceback
 
+from pdkv.errors import FenceLost
 from pdkv.runtime.mover import Mover, make_transport
-from pdkv.runtime.mover_channel import FenceLost, MoverChannel
+from pdkv.runtime.mover_channel import MoverChannel
 from pdkv.runtime.transports.base import LocalMemory, Transport, TransportError
 from pdkv.runtime.wire import Broken, pack
 

@@ -9,6 +9,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pdkv.core.ports import Done, Heartbeat, Peer
+from pdkv.runtime.shown import readable
 from pdkv.runtime.wire import MAX_FRAME_BYTES, Answer, BadFrame, Claim, Hello, HelloReply, decode_answer, encode
 
 log = logging.getLogger("pdkv.control")
@@ -46,6 +47,7 @@ class PeerLink:
         self.last_beat_ns = now_ns - 10**9  # none yet: the first may go at once
         self.last_used_ns = now_ns
         self._context = context
+        self._shown = readable(peer.engine_id)
         self.monitor: zmq.Socket[bytes]
         self.socket = self._open()
 
@@ -86,7 +88,7 @@ class PeerLink:
         try:
             self.socket.send(encode(message), zmq.DONTWAIT)
         except (zmq.ZMQError, BadFrame, ValueError) as error:  # ValueError: text that is no UTF-8
-            log.debug("to %s: %s not sent: %s", self.peer.engine_id, type(message).__name__, error)
+            log.debug("to %s: %s not sent: %s", self._shown, type(message).__name__, readable(str(error)))
             return False
         return True
 
@@ -110,13 +112,18 @@ class PeerLink:
                 answers.append(decode_answer(parts[0]))
             except BadFrame as error:
                 dropped += 1
-                log.debug("from %s: dropped: %s", self.peer.engine_id, error)
+                log.debug("from %s: dropped: %s", self._shown, error)
         return answers, dropped
 
     def close(self) -> None:
         """Close the socket; queued hints get a moment to leave."""
         self.socket.disable_monitor()
         self.socket.close()
+
+
+def name_of(peer: Peer) -> str:
+    """``peer`` for logs and errors; what it is called is a stranger's choice."""
+    return f"{readable(peer.engine_id)} at {readable(peer.host)}:{peer.port}"
 
 
 def endpoint(host: str, port: int | str) -> str:

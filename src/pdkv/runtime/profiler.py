@@ -22,6 +22,7 @@ import torch
 from pdkv.errors import ConfigError, DoesNotFit
 from pdkv.runtime.attention import STEP_KWARG, cacheless_step, scratch_bytes
 from pdkv.runtime.models.loader import LoadedModel
+from pdkv.runtime.precheck import too_large_a_cache
 from pdkv.units import cdiv, format_bytes
 
 DEFAULT_UTILIZATION = {"cuda": 0.92, "cpu": 0.4}
@@ -191,10 +192,12 @@ def _check(profile: MemoryProfile, free_now: int) -> None:
             f"--gpu-memory-utilization, set --kv-cache-memory-bytes, or lower --max-num-batched-tokens"
         )
     if profile.available_kv_bytes > free_now:
+        free = f"{format_bytes(free_now)} free on {profile.device}"
+        if profile.basis == "given":
+            raise DoesNotFit(too_large_a_cache(profile.available_kv_bytes, free))
         raise DoesNotFit(
-            f"a KV cache of {format_bytes(profile.available_kv_bytes)} is more than the {format_bytes(free_now)} free "
-            f"on {profile.device}; lower --gpu-memory-utilization (now {profile.utilization:g}) or set "
-            f"--kv-cache-memory-bytes"
+            f"a KV cache of {format_bytes(profile.available_kv_bytes)} is more than the {free}; lower "
+            f"--gpu-memory-utilization (now {profile.utilization:g}) or set --kv-cache-memory-bytes"
         )
 
 

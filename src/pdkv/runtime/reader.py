@@ -18,7 +18,8 @@ import zmq
 from pdkv.core.ports import Heartbeat, InboxItem, MoverRestarted, Peer, Plan, PostRead, ReadEnded
 from pdkv.runtime.doorkeeper import differing_facts
 from pdkv.runtime.mover_host import MoverHost
-from pdkv.runtime.peer_link import Handshake, PeerLink
+from pdkv.runtime.peer_link import Handshake, PeerLink, name_of
+from pdkv.runtime.shown import REASON_CHARS, quoted, readable
 from pdkv.runtime.transfer_stats import TransferStats
 from pdkv.runtime.wire import (
     Answer,
@@ -95,7 +96,7 @@ class Reader:
                 self._begin(post, now_ns)
             except Exception as error:  # one bad read must not take the others of this plan with it
                 log.exception("read %d cannot begin", post.handle)
-                self._fail(self._reads[post.handle], f"{_name(post.source.peer)}: {error}")
+                self._fail(self._reads[post.handle], f"{name_of(post.source.peer)}: {readable(str(error))}")
         for handle in plan.cancels:
             self._cancel(handle)
         for message in plan.messages:
@@ -118,7 +119,7 @@ class Reader:
     def _keep_peer(self, peer: Peer, tokens: tuple[bytes, ...], now_ns: int) -> None:
         link = self._link(peer, now_ns)
         if not isinstance(link, PeerLink):
-            log.warning("no heartbeats to %s: %s", peer, link)
+            log.warning("no heartbeats: %s", link)
             return
         if not set(tokens) <= set(link.tokens):
             # A lease may be nearly over when its request reaches us: say so soon, at most once a second.
@@ -165,15 +166,14 @@ class Reader:
         for read in self._reads_of(link.peer):
             if read.stage in (_Stage.HELLO, _Stage.CLAIM):
                 self.stats.failed_handshakes += 1
-                self._fail(read, f"{_name(link.peer)} is gone: it closed the connection, or nobody listens there")
+                self._fail(read, f"{name_of(link.peer)} is gone: it closed the connection, or nobody listens there")
 
     def _on_answer(self, link: PeerLink, answer: Answer, now_ns: int) -> None:
         link.last_used_ns = now_ns
         if link.handshake is Handshake.ASKED and answer.seq == link.hello_seq:
             if isinstance(answer, ClaimReply):
                 return
-            reason = answer.reason if isinstance(answer, Refused) else self._unfit(link, answer)
-            self._on_hello(link, answer, reason, now_ns)
+            self._on_hello(link, answer, now_ns)
             return
         handle = self._claims.get(answer.seq)
         read = self._reads.get(handle) if handle is not None else None
@@ -184,7 +184,7 @@ class Reader:
             return  # late: the read was cancelled or timed out
         if isinstance(answer, Refused):
             self.stats.failed_handshakes += 1
-            self._fail(read, f"{_name(link.peer)} refused the read: {answer.reason}")
+            self._fail(read, f"{name_of(link.peer)} refused the read: {readable(answer.reason, REASON_CHARS)}")
         elif isinstance(answer, ClaimReply):
             if link.reply is not None and answer.epoch == link.reply.epoch:
                 self._hand_over(read, link, now_ns)
@@ -192,16 +192,19 @@ class Reader:
                 link.handshake = Handshake.NONE  # its mover was restarted: what can be read from has changed
                 self._push(read, link, now_ns)
 
-    def _unfit(self, link: PeerLink, reply: HelloReply) -> str | None:
-        """Why a peer that accepted us is none for us."""
+    def _unfit(self, link: PeerLink, reply: HelloReply | Refused) -> str | None:
+        """Why there is no handshake with a peer that refused us, or that is none for us."""
+        if isinstance(reply, Refused):
+            return readable(reply.reason, REASON_CHARS)
         if reply.engine_id != link.peer.engine_id:
-            return f"engine {link.peer.engine_id!r} is gone, {reply.engine_id!r} answers there now"
-        reason = differing_facts(self.facts, reply.facts)
+            return f"engine {quoted(link.peer.engine_id)} is gone, {quoted(reply.engine_id)} answers there now"
+        reason = differing_facts(self.engine_id, self.facts, reply.engine_id, reply.facts)
         if reason is None and reply.memory.bytes_per_block != self.bytes_per_block:
             reason = f"its blocks have {reply.memory.bytes_per_block} bytes, ours {self.bytes_per_block}"
         return reason
 
-    def _on_hello(self, link: PeerLink, answer: HelloReply | Refused, reason: str | None, now_ns: int) -> None:
+    def _on_hello(self, link: PeerLink, answer: HelloReply | Refused, now_ns: int) -> None:
+        reason = self._unfit(link, answer)
         waiting = [read for read in self._reads_of(link.peer) if read.stage is _Stage.HELLO]
         if reason is None:
             assert isinstance(answer, HelloReply)
@@ -212,9 +215,9 @@ class Reader:
             return
         link.handshake = Handshake.REFUSED
         self.stats.failed_handshakes += 1
-        log.warning("%s refused: %s", _name(link.peer), reason)
+        log.warning("%s refused: %s", name_of(link.peer), reason)
         for read in waiting:
-            self._fail(read, f"{_name(link.peer)} refused the handshake: {reason}")
+            self._fail(read, f"{name_of(link.peer)} refused the handshake: {reason}")
 
     # ----------------------------------------------------------------------------------------------- from the mover
 
@@ -236,14 +239,10 @@ class Reader:
             self.stats.finished(message.moved_bytes, message.seconds)
         elif message.error != CANCELLED:
             self.stats.failed_transfers += 1
+        error = None if message.error is None else readable(message.error, REASON_CHARS)  # it may quote the peer
+        moved, seconds = message.moved_bytes, message.seconds
         self.deliver(
-            ReadEnded(
-                handle=message.handle,
-                slot=message.slot,
-                moved_bytes=message.moved_bytes,
-                seconds=message.seconds,
-                error=message.error,
-            )
+            ReadEnded(handle=message.handle, slot=message.slot, moved_bytes=moved, seconds=seconds, error=error)
         )
 
     def mover_lost(self) -> None:
@@ -283,7 +282,7 @@ class Reader:
                 self.stats.failed_handshakes += read.stage is _Stage.CLAIM
                 late = "did not answer the claim within 5 s"
                 cause = late if read.stage is _Stage.CLAIM else "our mover does not start"
-                self._fail(read, f"{_name(read.post.source.peer)}: {cause}")
+                self._fail(read, f"{name_of(read.post.source.peer)}: {cause}")
 
     def _beat_ns(self, link: PeerLink) -> int:
         """A sixth of the lease: of the peer's once it has told, for it is the peer's clock that runs out."""
@@ -304,7 +303,7 @@ class Reader:
         link.reopen()  # so that what queued up for a dead peer is not delivered to the next one there
         for read in self._reads_of(link.peer):
             if read.stage is _Stage.HELLO:
-                self._fail(read, f"{_name(link.peer)} did not answer the handshake within 5 s: is it reachable?")
+                self._fail(read, f"{name_of(link.peer)} did not answer the handshake within 5 s: is it reachable?")
 
     # ------------------------------------------------------------------------------------------------------- steps
 
@@ -315,11 +314,11 @@ class Reader:
             link.last_used_ns = now_ns
             return link
         if len(self._links) >= _MAX_LINKS:
-            return f"{_name(peer)}: already connected to {_MAX_LINKS} peers"
+            return f"{name_of(peer)}: already connected to {_MAX_LINKS} peers"
         try:
             link = self._links[peer] = PeerLink(self.context, peer, now_ns)
         except (zmq.ZMQError, OverflowError, ValueError) as error:
-            return f"{_name(peer)} is no address to connect to: {error}"
+            return f"{name_of(peer)} is no address to connect to: {readable(str(error))}"
         return link
 
     def _ask(self, link: PeerLink, now_ns: int) -> None:
@@ -341,7 +340,7 @@ class Reader:
         read.stage = _Stage.HELLO
         read.tries += 1
         if read.tries > _MAX_TRIES:
-            self._fail(read, f"{_name(link.peer)} keeps restarting its mover")
+            self._fail(read, f"{name_of(link.peer)} keeps restarting its mover")
         elif link.handshake is not Handshake.ASKED:
             self._ask(link, now_ns)
 
@@ -352,7 +351,7 @@ class Reader:
         assert link.reply is not None
         if link.mover_key is None or link.mover_life != self.mover.life:
             self._connections += 1
-            link.mover_key = f"{_name(link.peer)} #{self._connections}"
+            link.mover_key = f"{name_of(link.peer)} #{self._connections}"
             link.mover_life = self.mover.life
             self.mover.send(Connect(peer=link.mover_key, memory=link.reply.memory))
         read.stage, read.mover_key = _Stage.MOVING, link.mover_key
@@ -397,10 +396,3 @@ class Reader:
     def _next_seq(self) -> int:
         self._seq += 1
         return self._seq
-
-
-def _name(peer: Peer) -> str:
-    return f"{peer.engine_id} at {peer.host}:{peer.port}"
-
-
-__all__ = ["CANCELLED", "Reader"]

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from pdkv.core.ports import Done, Heartbeat, RemoteSource
+from pdkv.runtime.shown import readable
 
 WIRE_VERSION = "1"
 TOKEN_BYTES = 16
@@ -153,7 +154,7 @@ def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes):  # type: ignore[no-
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise BadFrame(str(error)) from error
+        raise BadFrame(readable(str(error))) from error
 
 
 # ------------------------------------------------------------------------------------------------- control <-> mover

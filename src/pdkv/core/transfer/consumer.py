@@ -122,7 +122,7 @@ class Consumer:
         load = Load(request, source, self._new_handle(), local_blocks, remote, local, deadline_ns)
         self._loads[load.handle] = load
         shown = deadline_ns if self._config.transfer.bounded_waits else None
-        self._manager.move(request.request_id, Account.LOADING, f"reading from {source.peer.engine_id}", shown)
+        self._manager.move(request.request_id, Account.LOADING, f"reading from {source.peer.engine_id[:80]}", shown)
         self._post(load)
         self._journal.emit(
             LoadStarted(

@@ -18,6 +18,7 @@ from pdkv.runtime.kernels import native
 from pdkv.runtime.kernels.linear import pack_linears
 from pdkv.runtime.kernels.norm import replace_norms
 from pdkv.runtime.models.files import ModelFiles, read_header
+from pdkv.runtime.models.shapes import check_shapes, lacking
 from pdkv.runtime.models.support import ModelFacts, read_facts
 
 DTYPES: dict[str, torch.dtype] = {
@@ -81,7 +82,8 @@ def load_model(
     config = _read_config(files)
     facts = read_facts(config, files.name)
     wanted = _dtype(dtype, target, config)
-    model = _load_weights(files, wanted, target)
+    check_shapes(files, config, facts.num_layers)
+    model = _load_weights(files, config, wanted, target)
     _check_forward(model, files.name)
     kv_heads, head_dim = _probe(model, facts, files.name, target, wanted)
     _use_kernels(model, target, wanted, weight_storage)
@@ -168,7 +170,7 @@ def _model_type(files: ModelFiles) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def _load_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> Any:
+def _load_weights(files: ModelFiles, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
     hf_logging.disable_progress_bar()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -184,10 +186,7 @@ def _load_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device) -
         raise ConfigError(f"cannot load the weights of {files.name} from {files.directory}: {cause}") from error
     missing = sorted(info["missing_keys"])
     if missing:
-        raise ConfigError(
-            f"{files.directory} lacks {len(missing)} weight tensors of {type(model).__name__} (first: {missing[0]}); "
-            f"they would be random: download or convert the model again"
-        )
+        raise ConfigError(lacking(files, config, type(model).__name__, missing))
     try:
         return model.to(device).eval().requires_grad_(False)
     except torch.cuda.OutOfMemoryError as error:
