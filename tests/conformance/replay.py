@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pdkv.core.blocks.extra_keys import LoraAdapter, MultiModalItem
+from pdkv.core.blocks.extra_keys import LoraAdapter, MultimodalItem
 from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Granularity, Group, StateGroup, WindowGroup, granularity
 from pdkv.core.blocks.hashing import raw_sha256
 from pdkv.core.blocks.holders import Hit
@@ -218,7 +218,7 @@ class PoolReplay:
             max_tokens=1 << 20,
             cache_salt=step.get("cache_salt"),
             lora=LoraAdapter(*step["lora"]) if step.get("lora") else None,
-            items=tuple(MultiModalItem(*item) for item in step.get("items", ())),
+            items=tuple(MultimodalItem(*item) for item in step.get("items", ())),
             report_hits=step.get("report_mode") == "full",
         )
         request = Request(new, arrival_ns=0, sequence=self.sequence, hash_tokens=self.sizes.hash_tokens)

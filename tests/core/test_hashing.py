@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkv.core.blocks.encoding import cbor
-from pdkv.core.blocks.extra_keys import ExtraKeySource, LoraAdapter, MultiModalItem
+from pdkv.core.blocks.extra_keys import ContentKeys, LoraAdapter, MultimodalItem
 from pdkv.core.blocks.hashing import NONE_HASH, extend_hashes, raw_sha256
 
 
 def hashes_of(tokens: list[int], block_size: int = 4, salt: str | None = None) -> list[bytes]:
     hashes: list[bytes] = []
-    extend_hashes(hashes, np.asarray(tokens, dtype=np.int32), block_size, raw_sha256, ExtraKeySource(None, (), salt))
+    extend_hashes(hashes, np.asarray(tokens, dtype=np.int32), block_size, raw_sha256, ContentKeys(cache_salt=salt))
     return hashes
 
 
@@ -50,7 +50,7 @@ def test_incremental_equals_one_shot(tokens: list[int], cuts: list[int], block_s
     hashes: list[bytes] = []
     for cut in (*sorted(cuts), len(tokens)):
         extend_hashes(
-            hashes, np.asarray(tokens[:cut], dtype=np.int32), block_size, raw_sha256, ExtraKeySource(None, (), "salt")
+            hashes, np.asarray(tokens[:cut], dtype=np.int32), block_size, raw_sha256, ContentKeys(cache_salt="salt")
         )
     assert hashes == hashes_of(tokens, block_size, "salt")
 
@@ -59,13 +59,13 @@ def test_views_of_any_layout_hash_the_same() -> None:
     wide = np.repeat(np.arange(8, dtype=np.int32), 2)
     assert hashes_of(list(range(8))) == hashes_of(wide[::2].tolist())
     hashes: list[bytes] = []
-    extend_hashes(hashes, wide[::2], 4, raw_sha256, ExtraKeySource(None, (), None))
+    extend_hashes(hashes, wide[::2], 4, raw_sha256, ContentKeys())
     assert hashes == hashes_of(list(range(8)))
 
 
 def test_extra_keys_stand_in_the_order_of_the_reference_and_where_they_belong() -> None:
-    items = (MultiModalItem("x", 3, 6), MultiModalItem("y", 9, 1), MultiModalItem("x", 14, 4))
-    keys = ExtraKeySource(LoraAdapter("a", "/a"), items, "s")
+    items = (MultimodalItem("x", 3, 6), MultimodalItem("y", 9, 1), MultimodalItem("x", 14, 4))
+    keys = ContentKeys(lora=LoraAdapter("a", "/a"), multimodal=items, cache_salt="s")
     lora = ("lora", "a", "/a")
     assert keys.of(0, 4) == (lora, ("mm", "x", 3), ("cache_salt", "s"))
     assert keys.of(4, 8) == (lora, ("mm", "x", -1))
@@ -73,17 +73,17 @@ def test_extra_keys_stand_in_the_order_of_the_reference_and_where_they_belong() 
     assert keys.of(12, 16) == (lora, ("mm", "x", 2))
     assert keys.of(16, 20) == (lora, ("mm", "x", -2))
     assert keys.of(20, 24) == (lora,)
-    assert ExtraKeySource(None, (), "").empty
+    assert ContentKeys(cache_salt="").empty
 
 
 def test_what_differs_in_extra_keys_shares_nothing_from_there_on() -> None:
     tokens = np.arange(16, dtype=np.int32)
     sources = [
-        ExtraKeySource(None, (), None),
-        ExtraKeySource(LoraAdapter("a", "/a"), (), None),
-        ExtraKeySource(LoraAdapter("a", "/b"), (), None),  # a name that points elsewhere now
-        ExtraKeySource(None, (MultiModalItem("x", 5, 2),), None),
-        ExtraKeySource(None, (MultiModalItem("x", 6, 2),), None),
+        ContentKeys(),
+        ContentKeys(lora=LoraAdapter("a", "/a")),
+        ContentKeys(lora=LoraAdapter("a", "/b")),  # a name that points elsewhere now
+        ContentKeys(multimodal=(MultimodalItem("x", 5, 2),)),
+        ContentKeys(multimodal=(MultimodalItem("x", 6, 2),)),
     ]
     chains: list[list[bytes]] = []
     for source in sources:

@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkv.core.blocks import encoding
-from pdkv.core.blocks.hashing import ContentKeys, HashFunction, MultimodalItem, extend_hashes, raw_hash
+from pdkv.core.blocks.extra_keys import ContentKeys, MultimodalItem
+from pdkv.core.blocks.hashing import HashFunction, extend_hashes, raw_hash
 from pdkv.core.blocks.vllm_hashing import VLLM_ALGORITHMS, vllm_hash
 from pdkv.errors import ConfigError
 

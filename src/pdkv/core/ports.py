@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.core.blocks.extra_keys import LoraAdapter, MultiModalItem
+from pdkv.core.blocks.extra_keys import LoraAdapter, MultimodalItem
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
@@ -83,7 +83,7 @@ class NewRequest:
     priority: int = 0
     cache_salt: str | None = None
     lora: LoraAdapter | None = None
-    items: tuple[MultiModalItem, ...] = ()
+    items: tuple[MultimodalItem, ...] = ()
     skip_reading_prefix_cache: bool = False
     report_hits: bool = False
     produce: bool = False

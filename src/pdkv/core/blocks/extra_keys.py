@@ -1,15 +1,19 @@
-"""What makes equal tokens differ in content: adapter, multimodal input, salt (spec block-pool 3)."""
+"""What makes equal tokens differ in content: adapter, multimodal input, salt, embeddings (spec block-pool 3)."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
-#: tagged keys of one hash unit, in vLLM's order; empty when the tokens alone decide
-ExtraKeys = tuple[tuple[str | int, ...], ...]
+import numpy.typing as npt
+
+#: One more fact that a block's content depends on: a tag ("lora", "mm", "cache_salt", "prompt_embeds") and its values.
+ExtraKey = tuple[str | bytes | int, ...]
+ExtraKeys = tuple[ExtraKey, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoraAdapter:
+class LoraAdapter(NamedTuple):
     """The adapter a request is computed with; the path too, so that a name pointed elsewhere shares nothing."""
 
     name: str
@@ -17,35 +21,65 @@ class LoraAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class MultiModalItem:
-    """An image, clip or sound that stands in a prompt as ``length`` placeholder tokens from ``offset`` on."""
+class MultimodalItem:
+    """An image, clip, ...: ``identifier`` names its content, which stands for tokens offset .. offset + length."""
 
     identifier: str
     offset: int
     length: int
 
 
-class ExtraKeySource:
+class ExtraKeySource(Protocol):
     """The extra keys of any range of one request's tokens."""
 
-    def __init__(self, lora: LoraAdapter | None, items: tuple[MultiModalItem, ...], cache_salt: str | None) -> None:
-        self._lora: ExtraKeys = (("lora", lora.name, lora.path),) if lora else ()
-        self._items = items
-        self._salt: ExtraKeys = (("cache_salt", cache_salt),) if cache_salt else ()
-        self.empty = not (self._lora or self._items or self._salt)
-
-    def alike(self, other: ExtraKeySource) -> bool:
-        """Whether both give the same keys everywhere."""
-        return (self._lora, self._items, self._salt) == (other._lora, other._items, other._salt)
+    @property
+    def empty(self) -> bool:
+        """Whether no range has any."""
+        ...
 
     def of(self, start: int, end: int) -> ExtraKeys:
-        """Keys of tokens ``start:end``: adapter, then items that overlap them, then the salt in the first range only.
+        """Keys of tokens ``start:end``, in vLLM's order."""
+        ...
 
-        Chaining spreads the salt. An item's key has its offset from ``start``, so that the same item elsewhere differs.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ContentKeys:
+    """What the KV of a request depends on besides its tokens.
+
+    ``lora`` is (name, path). ``multimodal`` is sorted by offset. ``prompt_embeds`` [prompt tokens, hidden size] are
+    embeddings given in place of tokens; their bytes are hashed as they lie in memory (bfloat16: a uint16 view).
+    """
+
+    cache_salt: str | None = None
+    lora: LoraAdapter | tuple[str, str] | None = None
+    multimodal: tuple[MultimodalItem, ...] = ()
+    prompt_embeds: npt.NDArray[Any] | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether no range has any."""
+        return not (self.cache_salt or self.lora or self.multimodal) and self.prompt_embeds is None
+
+    def of(self, start: int, end: int) -> ExtraKeys:
+        """Keys of tokens ``start:end``: adapter, items that overlap them, salt, embeddings.
+
+        The salt is in the first range only, for chaining spreads it. An item's key has its offset from ``start``.
         """
-        items = tuple(
+        lora: ExtraKeys = (("lora", *self.lora),) if self.lora else ()
+        items: ExtraKeys = tuple(
             ("mm", item.identifier, item.offset - start)
-            for item in self._items
+            for item in self.multimodal
             if item.offset < end and item.offset + item.length > start
         )
-        return (*self._lora, *items, *(self._salt if start == 0 else ()))
+        salt: ExtraKeys = (("cache_salt", self.cache_salt),) if self.cache_salt and start == 0 else ()
+        return lora + items + salt + self._embeds_key(start, end)
+
+    def _embeds_key(self, start: int, end: int) -> ExtraKeys:
+        if self.prompt_embeds is None:
+            return ()
+        return (("prompt_embeds", hashlib.sha256(self.prompt_embeds[start:end].tobytes()).digest()),)
+
+    def alike(self, other: ContentKeys) -> bool:
+        """Whether both give the same keys everywhere; embeddings count as different."""
+        mine, theirs = (self.cache_salt, self.lora, self.multimodal), (other.cache_salt, other.lora, other.multimodal)
+        return mine == theirs and self.prompt_embeds is None and other.prompt_embeds is None

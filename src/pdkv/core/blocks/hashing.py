@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from pdkv.core.blocks.encoding import cbor
+from pdkv.core.blocks.extra_keys import ContentKeys, ExtraKeys, ExtraKeySource
 from pdkv.core.ports import Int32Array
 
 #: Bytes to their digest, e.g. `xxhash.xxh3_128_digest`, which the core does not import but is given.
 DigestFunction = Callable[[bytes], bytes]
-
-#: One more fact that a block's content depends on: a tag ("lora", "mm", "cache_salt", "prompt_embeds") and its values.
-ExtraKey = tuple[str | bytes | int, ...]
-ExtraKeys = tuple[ExtraKey, ...]
 
 NO_EXTRA: Mapping[int, ExtraKeys] = {}
 
@@ -73,69 +68,6 @@ def raw_hash(digest: DigestFunction, none_hash: bytes) -> HashFunction:
 
 #: pdkv's own default (design 6.6): SHA-256 over parent, little-endian int32 tokens and, as CBOR, extra keys.
 raw_sha256 = raw_hash(sha256_digest, NONE_HASH)
-
-
-# ---------------------------------------------------------------------------------------------------------- extra keys
-
-
-class ExtraKeySource(Protocol):
-    """The extra keys of any range of one request's tokens."""
-
-    @property
-    def empty(self) -> bool:
-        """Whether no range has any."""
-        ...
-
-    def of(self, start: int, end: int) -> ExtraKeys:
-        """Keys of tokens ``start:end``, in vLLM's order."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class MultimodalItem:
-    """An image, clip, ...: ``identifier`` names its content, which stands for tokens offset .. offset + length."""
-
-    identifier: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ContentKeys:
-    """What the KV of a request depends on besides its tokens.
-
-    ``lora`` is (name, path). ``multimodal`` is sorted by offset. ``prompt_embeds`` [prompt tokens, hidden size] are
-    embeddings given in place of tokens; their bytes are hashed as they lie in memory (bfloat16: a uint16 view).
-    """
-
-    cache_salt: str | None = None
-    lora: tuple[str, str] | None = None
-    multimodal: tuple[MultimodalItem, ...] = ()
-    prompt_embeds: npt.NDArray[Any] | None = None
-
-    @property
-    def empty(self) -> bool:
-        """Whether no range has any."""
-        return not (self.cache_salt or self.lora or self.multimodal) and self.prompt_embeds is None
-
-    def of(self, start: int, end: int) -> ExtraKeys:
-        """Keys of tokens ``start:end``: adapter, items that overlap them, salt, embeddings.
-
-        The salt is in the first range only, for chaining spreads it. An item's key has its offset from ``start``.
-        """
-        lora: ExtraKeys = (("lora", *self.lora),) if self.lora else ()
-        items: ExtraKeys = tuple(
-            ("mm", item.identifier, item.offset - start)
-            for item in self.multimodal
-            if item.offset < end and item.offset + item.length > start
-        )
-        salt: ExtraKeys = (("cache_salt", self.cache_salt),) if self.cache_salt and start == 0 else ()
-        return lora + items + salt + self._embeds_key(start, end)
-
-    def _embeds_key(self, start: int, end: int) -> ExtraKeys:
-        if self.prompt_embeds is None:
-            return ()
-        return (("prompt_embeds", hashlib.sha256(self.prompt_embeds[start:end].tobytes()).digest()),)
 
 
 def extend_hashes(

@@ -57,6 +57,7 @@ class KVCacheManager:
         self.kinds = tuple(kind_of(spec, number, self.pool, settings) for number, spec in enumerate(groups))
         self.plain = len(groups) == 1 and isinstance(groups[0], FullGroup)
         self.block_size = groups[0].block_size
+        self._recycling = [kind for kind in self.kinds if not isinstance(kind.spec, FullGroup)]
         self._states = [kind for kind in self.kinds if isinstance(kind, StateKind)]
         self._lookup = PrefixLookup(self.kinds)
         self._nothing = no_hit(len(groups))
@@ -179,7 +180,7 @@ class KVCacheManager:
             slots=min(main + lookahead_tokens, self.max_model_len), main=main, local=local, total=total, hit=hit
         )
         if holder is not None:
-            for kind in self.kinds:
+            for kind in self._recycling:
                 kind.drop_skipped(holder, max(0, total - request.in_flight_tokens))
         if self._blocks_needed(holder, demand) + watermark > self.pool.num_free - reserved_blocks:
             return None
@@ -196,7 +197,10 @@ class KVCacheManager:
         return new
 
     def _blocks_needed(self, holder: Holder | None, demand: Demand) -> int:
-        return sum(kind.blocks_needed(holder.groups[kind.group] if holder else None, demand) for kind in self.kinds)
+        needed = 0
+        for kind in self.kinds:
+            needed += kind.blocks_needed(holder.groups[kind.group] if holder else None, demand)
+        return needed
 
     def _open(self, request_id: str, account: Account) -> Holder:
         holder = self._holders.get(request_id)

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.core.blocks import encoding
-from pdkv.core.blocks.hashing import DigestFunction, ExtraKeys, HashFunction, sha256_digest
+from pdkv.core.blocks.extra_keys import ExtraKeys
+from pdkv.core.blocks.hashing import DigestFunction, HashFunction, sha256_digest
 from pdkv.core.ports import Int32Array
 from pdkv.errors import ConfigError
 

@@ -7,7 +7,7 @@ import enum
 import msgspec
 import numpy as np
 
-from pdkv.core.blocks.extra_keys import ExtraKeySource
+from pdkv.core.blocks.extra_keys import ContentKeys
 from pdkv.core.blocks.hashing import HashFunction, extend_hashes
 from pdkv.core.ports import FinishReason, Int32Array, NewRequest, RemoteSource
 from pdkv.core.transfer.lease import digest_tokens
@@ -63,7 +63,7 @@ class Request:
         self.num_preemptions = 0
         self.cached_tokens = 0
         self.hashes: list[bytes] = []
-        self.extra_keys = ExtraKeySource(new.lora, new.items, new.cache_salt)
+        self.extra_keys = ContentKeys(cache_salt=new.cache_salt, lora=new.lora, multimodal=new.items)
         self.source: RemoteSource | None = new.source
         if new.source is not None:
             covered = digest_tokens(new.prompt[: new.source.num_tokens])

