@@ -21,8 +21,8 @@ from core_work import (
     Stopwatch,
     random_tokens,
 )
-from pdkv.core.blocks.groups import FullGroup, Group, WindowGroup
 
+from pdkv.core.blocks.groups import FullGroup, Group, WindowGroup
 from pdkv.core.blocks.hashing import HashFunction, extend_hashes, raw_hash, raw_sha256
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.blocks.vllm_hashing import vllm_hash

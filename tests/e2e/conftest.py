@@ -6,6 +6,8 @@ import importlib.util
 
 import pytest
 
+HAS_NIXL = importlib.util.find_spec("nixl_cu12") is not None
+
 
 @pytest.fixture(scope="session")
 def smollm2() -> str:
@@ -18,9 +20,15 @@ def smollm2() -> str:
     return str(resolve_model("smollm2").directory)
 
 
-@pytest.fixture(scope="module", params=["shm", "nixl"])
+@pytest.fixture(scope="module", params=["nixl", "shm"])
 def transport(request: pytest.FixtureRequest) -> str:
     """Each transport in turn."""
-    if request.param == "nixl" and importlib.util.find_spec("nixl_cu12") is None:
+    if request.param == "nixl" and not HAS_NIXL:
         pytest.skip("NIXL is not installed: pip install nixl-cu12")
     return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def whole(transport: str) -> bool:
+    """Whether this transport gets the whole proof; the other one, which only moves bytes differently, a part of it."""
+    return (transport == "nixl") == HAS_NIXL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import queue
 from collections.abc import Iterable
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 import numpy as np
 
 from pdkv.core.ports import Event, Finished, NewRequest, Peer, RemoteSource, TokenSampled
+from pdkv.runtime import boot
 from pdkv.runtime.boot import start_instance
 from pdkv.runtime.instance import Instance, Update
 from pdkv.runtime.sampler import SamplingParams
 from pdkv.serve.options import InstanceOptions
 
 GREEDY = SamplingParams(temperature=0.0)
+
+# Instances of one test process share the weights (nothing writes to them): loading is most of an instance's start.
+boot.load_model = functools.cache(boot.load_model)
 
 
 def instance(role: str, model: str = "smollm2", **changes: Any) -> Instance:
