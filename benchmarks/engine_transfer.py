@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 from nixl_target import NixlEnd
 from workload import answer_commands
@@ -96,19 +97,29 @@ class Transfers:
     """Moves the same scattered blocks in three ways. All figures are bytes per wall second of the caller."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self.producer = Half("p", config["transport"])
         self.consumer = Half("d", config["transport"])
         self.count = -(-config["bytes"] // _BLOCK_BYTES)
         rng = np.random.default_rng(0)
         self.remote = tuple(int(b) for b in rng.permutation(np.arange(1, _NUM_BLOCKS))[: self.count])
         self.local = rng.permutation(np.arange(1, _NUM_BLOCKS))[: self.count].astype(np.int32)
-        self.source = self.producer.grant(self.remote)
+        self.source = self._start_producer(config["transport"])
         self.handle = 0
         self.scratch = np.ones(self.count * _BLOCK_BYTES, dtype=np.uint8)
         self.target = np.ones_like(self.scratch)
         self.nixl: NixlEnd | None = None
         if self.consumer.control.transport == "nixl":
             self._start_nixl()
+
+    def _start_producer(self, transport: str) -> RemoteSource:
+        """P is a process of its own, as it is in `serve`: its control thread must not share our interpreter."""
+        self.producer = subprocess.Popen(
+            [sys.executable, "engine_transfer.py", "--producer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self.producer.stdin is not None
+        assert self.producer.stdout is not None
+        self.producer.stdin.write(msgspec.json.encode((transport, self.remote)) + b"\n")
+        self.producer.stdin.flush()
+        return msgspec.json.decode(self.producer.stdout.readline(), type=RemoteSource)
 
     def _start_nixl(self) -> None:
         self.other = subprocess.Popen(
@@ -180,7 +191,9 @@ class Transfers:
             self.other.stdin.close()
             self.other.wait(10)
         self.consumer.control.close()
-        self.producer.control.close()
+        assert self.producer.stdin is not None
+        self.producer.stdin.close()
+        self.producer.wait(20)
 
 
 def _start(config: dict[str, Any]) -> dict[str, Callable[..., Any]]:
@@ -188,5 +201,18 @@ def _start(config: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     return {name: getattr(engine, name) for name in ("facts", "pdkv", "bare_nixl", "memcpy", "submits", "close")}
 
 
+def _produce() -> None:
+    """The producer's process: grants once, then only its control thread and mover work."""
+    transport, blocks = msgspec.json.decode(sys.stdin.readline(), type=tuple[str, tuple[int, ...]])
+    half = Half("p", transport)
+    sys.stdout.buffer.write(msgspec.json.encode(half.grant(blocks)) + b"\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    half.control.close()
+
+
 if __name__ == "__main__":
-    answer_commands(_start)
+    if sys.argv[1:] == ["--producer"]:
+        _produce()
+    else:
+        answer_commands(_start)
