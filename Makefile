@@ -34,7 +34,7 @@ serve: $(READY)
 	@$(PY) -m pdkv serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: $(READY)
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(READY)
 	@$(VENV)/bin/ruff check .

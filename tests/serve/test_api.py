@@ -401,7 +401,10 @@ def test_malformed_json(body: bytes, says: str) -> None:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
-        *(({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs: {name}") for name in RESERVED_TEMPLATE_KWARGS),
+        *(
+            ({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs: {name}")
+            for name in sorted(RESERVED_TEMPLATE_KWARGS)
+        ),
     ],
 )
 def test_bad_chats(changes: dict[str, Any], says: str) -> None:
