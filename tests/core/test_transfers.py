@@ -291,6 +291,46 @@ def test_vllm_bounds_nothing() -> None:
     assert engine.memory().accounts["quarantine"] == 5
 
 
+# ------------------------------------------------------------------------------------ loaded, and no place to run
+
+
+def two_loaded(**config: Any) -> Engine:
+    """ "a" runs in the only slot; "b" and "c" have their KV and wait for a place."""
+    engine = make_engine(max_num_seqs=1, **config)
+    plan, _ = step(engine, 0, [loading(name, lease_id=i, start=500 * i, max_tokens=90) for i, name in enumerate("abc")])
+    step(engine, 5 * NS, [ReadEnded(handle=read.handle, slot=(99, read.source.lease_id)) for read in plan.reads])
+    assert engine.memory().accounts["loaded_waiting"] == 10
+    return engine
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_loaded_request_without_a_place_gives_its_blocks_back_in_time(caching: bool) -> None:
+    engine = two_loaded(enable_prefix_caching=caching)
+    assert engine.next_deadline_ns() == 65 * NS
+    assert {h.deadline_ns for h in engine.memory().holders if h.account == "loaded_waiting"} == {65 * NS}
+    _, events = step(engine, 65 * NS - 1)
+    assert not any(isinstance(event, Preempted) for event in events)
+    plan, events = step(engine, 65 * NS)
+    assert [event.request_id for event in events if isinstance(event, Preempted)] == ["c", "b"]
+    accounts = engine.memory().accounts
+    assert (accounts["loaded_waiting"], accounts["cached"]) == (0, 10 if caching else 0)
+    assert plan.next_deadline_ns is None
+    assert "no place" in engine.requests["b"].wait_cause
+    plan, events = step(engine, 65 * NS, [Abort("a")])
+    (again,) = [event for event in events if isinstance(event, Admitted)]
+    assert (again.request_id, again.resumed) == ("b", True)  # still before "c", and not counted twice
+    assert (plan.batch.num_computed[0], plan.batch.num_scheduled[0]) == ((16, 4) if caching else (0, 20))
+    run_out(engine, 66 * NS)
+    assert_all_free(engine)
+
+
+def test_vllm_lets_a_loaded_request_hold_its_blocks_without_end() -> None:
+    engine = two_loaded(transfer=VLLM)
+    assert engine.next_deadline_ns() is None
+    step(engine, 10**6 * NS)
+    assert engine.memory().accounts["loaded_waiting"] == 10
+
+
 # ------------------------------------------------------------------------------------------------------- ways out
 
 

@@ -294,7 +294,7 @@ class World:
             priority_scheduling=bool(rng.random() < 0.2),
             max_outstanding_plans=int(rng.integers(1, 3)),
             transfer=policy,
-            kv_load_timeout_ns=3000 * MS,
+            kv_load_timeout_ns=int(rng.choice([100, 3000])) * MS,
             fence_timeout_ns=1000 * MS,
             lease_ns=1200 * MS,
             max_leased_fraction=float(rng.choice([0.4, 0.8])),

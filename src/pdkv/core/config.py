@@ -15,7 +15,7 @@ class TransferPolicy:
 
     name: str
     share_loads: bool  # a second request with the same prefix waits for the first load
-    bounded_waits: bool  # loads and fences have deadlines
+    bounded_waits: bool  # loads, loaded requests without a place, and fences have deadlines
     loaded_skips_watermark: bool  # a request whose KV has arrived is not held back by the watermark
     load_failure: str  # "recompute" | "fail"
     abort_frees_hits: bool = True  # an aborted load's own prefix hits come back at once: its READ does not touch them

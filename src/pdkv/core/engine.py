@@ -192,8 +192,8 @@ class Engine:
     # ----------------------------------------------------------------------------------------------------- looking
 
     def next_deadline_ns(self) -> int | None:
-        """When the engine must be stepped again at the latest, for a lease, a load or a fence."""
-        times = (self.producer.next_deadline_ns(), self.consumer.next_deadline_ns())
+        """When the engine must be stepped again at the latest, for a lease, a load, a loaded request or a fence."""
+        times = (rule.next_deadline_ns() for rule in (self.producer, self.consumer, self.scheduler))
         return min((time for time in times if time is not None), default=None)
 
     def memory(self) -> MemoryView:
@@ -277,6 +277,7 @@ class Engine:
             cause = f"not there {seconds} s after its READ was posted (--kv-load-timeout)"
             self.consumer.abandon(request, cause)
             self.scheduler.load_ended(request, cause)
+        self.scheduler.give_back_overdue()
         self.consumer.sweep()
 
     def _take_events(self) -> tuple[Event, ...]:

@@ -18,7 +18,7 @@ class Status(enum.Enum):
 
     WAITING = enum.auto()
     LOADING = enum.auto()  # WAITING_FOR_REMOTE_KVS: blocks held, KV in flight
-    LOADED = enum.auto()  # KV arrived; waits for a running slot with its blocks held
+    LOADED = enum.auto()  # KV arrived; waits for a running slot with its blocks held, until `loaded_deadline_ns`
     LOAD_FAILED = enum.auto()  # KV did not arrive; its blocks come back when it is next looked at
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
@@ -29,7 +29,7 @@ LEGAL: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.LOADING, Status.RUNNING, Status.FINISHED}),
     Status.LOADING: frozenset({Status.LOADED, Status.LOAD_FAILED, Status.FINISHED}),
     Status.LOAD_FAILED: frozenset({Status.WAITING, Status.FINISHED}),
-    Status.LOADED: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.LOADED: frozenset({Status.RUNNING, Status.PREEMPTED, Status.FINISHED}),
     Status.RUNNING: frozenset({Status.PREEMPTED, Status.FINISHED}),
     Status.PREEMPTED: frozenset({Status.RUNNING, Status.FINISHED}),
     Status.FINISHED: frozenset(),
@@ -68,6 +68,7 @@ class Request:
         if new.source is not None:
             covered = digest_tokens(new.prompt[: new.source.num_tokens])
             self.source = msgspec.structs.replace(new.source, prompt_digest=covered)
+        self.loaded_deadline_ns: int | None = None
         self.wait_cause = "queued"
         self._hash_tokens = hash_tokens
 

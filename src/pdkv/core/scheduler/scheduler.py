@@ -302,14 +302,34 @@ class Scheduler:
                 self._start_afresh(request)
                 self.waiting.put_back(request)
 
+    def give_back_overdue(self) -> None:
+        """Loaded requests that found no place in time: they wait on without memory, and hit what is still cached."""
+        deadline_ns = self.next_deadline_ns()
+        if deadline_ns is None or deadline_ns > self._journal.now_ns:
+            return
+        for request in reversed(tuple(self.holding)):  # the first is put back last, so that it stays the first
+            if request.loaded_deadline_ns is None or request.loaded_deadline_ns > self._journal.now_ns:
+                continue
+            self.holding.remove(request)
+            self._settle_loaded(request)
+            self._take_blocks(request, "loaded, but there was no place for it in time: its blocks went back")
+
+    def next_deadline_ns(self) -> int | None:
+        """When the next loaded request must have found a place."""
+        times = (request.loaded_deadline_ns for request in self.holding)
+        return min((time for time in times if time is not None), default=None)
+
     def _preempt(self, victim: Request, *, was_chosen: bool) -> None:
-        """Take all blocks away; the request is computed again later, as far as its blocks cannot be hit."""
         self.running.remove(victim)
         if was_chosen:
             self._manager.forget_from(victim, victim.num_computed)
+        self._take_blocks(victim, "preempted: its blocks went to another request")
+
+    def _take_blocks(self, victim: Request, cause: str) -> None:
+        """Take all blocks away; the request is computed again later, as far as its blocks cannot be hit."""
         self._manager.release(victim.request_id)
         victim.move_to(Status.PREEMPTED)
-        victim.wait_cause = "preempted: its blocks went to another request"
+        victim.wait_cause = cause
         self._journal.emit(
             Preempted(request_id=victim.request_id, at_ns=self._journal.now_ns, lost_tokens=victim.num_computed)
         )

@@ -157,7 +157,14 @@ class Consumer:
                 seconds=report.seconds,
             )
         )
-        self._manager.move(load.request.request_id, Account.LOADED_WAITING, "loaded; waiting for a running slot")
+        if self._config.transfer.bounded_waits:
+            load.request.loaded_deadline_ns = self._journal.now_ns + self._config.kv_load_timeout_ns
+        self._manager.move(
+            load.request.request_id,
+            Account.LOADED_WAITING,
+            "loaded; waiting for a running slot",
+            load.request.loaded_deadline_ns,
+        )
         return load.request, None
 
     def abandon(self, request: Request, cause: str) -> None:
