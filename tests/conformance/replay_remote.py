@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from typing import Any
 
 import numpy as np
+from tests.conformance.rows import Row, Unreadable, expect, sampled_token, watermark_share
 
 from pdkv.core.config import VLLM, EngineConfig
 from pdkv.core.engine import Engine, Identity
@@ -31,19 +31,7 @@ from pdkv.core.ports import (
 )
 from pdkv.units import cdiv
 
-Row = dict[str, Any]
-
 _NONCE = 5
-
-
-class Difference(AssertionError):
-    """The first difference of a row."""
-
-
-def same(where: str, ours: object, theirs: object) -> None:
-    """Raise `Difference` unless both are equal."""
-    if ours != theirs:
-        raise Difference(f"{where}: ours {ours!r}, reference {theirs!r}")
 
 
 def is_remote_row(row: Row) -> bool:
@@ -51,14 +39,8 @@ def is_remote_row(row: Row) -> bool:
     return "load_failure" in row.get("config", {})
 
 
-def sampled_token(request_id: str, position: int) -> int:
-    """Token of a request at an output position, as the recorder defines it."""
-    return (sum(request_id.encode()) * 31 + position * 7) % 997
-
-
 def engine_config(config: Row) -> EngineConfig:
     """The recorded configuration as an engine takes it."""
-    blocks = config["watermark_blocks"]
     return EngineConfig(
         num_blocks=config["num_blocks"],
         block_size=config["block_size"],
@@ -67,7 +49,7 @@ def engine_config(config: Row) -> EngineConfig:
         max_num_batched_tokens=config["max_num_batched_tokens"],
         long_prefill_token_threshold=config["long_prefill_token_threshold"],
         full_sequence_must_fit=config["full_sequence_must_fit"],
-        watermark=(blocks + 0.5) / config["num_blocks"] if blocks else 0.0,
+        watermark=watermark_share(config),
         enable_prefix_caching=config["enable_caching"],
         priority_scheduling=config["policy"] == "priority",
         max_outstanding_plans=config["concurrent_batches"],
@@ -89,7 +71,7 @@ class RemoteReplay:
         self.failed: list[str] = []  # recorded as ended with an error; ours end at the next schedule
 
     def run(self) -> None:
-        """Every step; raises `Difference` at the first one."""
+        """Every step; raises `Mismatch` at the first one."""
         for step in self.row["steps"]:
             where = f"step {step['step']}"
             self._schedule(step, where)
@@ -97,11 +79,11 @@ class RemoteReplay:
                 self._complete(step, where)
             released = step.get("released_by_reports", 0)
             free = step["free_blocks_after_update"] - released
-            same(f"{where} free blocks after the update", self.engine.manager.pool.num_free, free)
+            expect(f"{where} free blocks after the update", self.engine.manager.pool.num_free, free)
             self.engine.check()
         if not self.reports:
             order = self.engine.manager.pool.free_order().tolist()
-            same("final free queue", order, self.row["final"]["free_queue_block_ids"])
+            expect("final free queue", order, self.row["final"]["free_queue_block_ids"])
 
     # ---------------------------------------------------------------------------------------------------- schedule
 
@@ -114,19 +96,19 @@ class RemoteReplay:
         self._compare_events(plan, step, where)
         batch = plan.batch
         scheduled = dict(zip(batch.request_ids, batch.num_scheduled.tolist(), strict=True))
-        same(f"{where} scheduled", list(scheduled.items()), list(step["scheduled"].items()))
+        expect(f"{where} scheduled", list(scheduled.items()), list(step["scheduled"].items()))
         computed = dict(zip(batch.request_ids, batch.num_computed.tolist(), strict=True))
         for entry in (*step["new"], *step["cached"]):
-            same(f"{where} {entry['id']} computed tokens", computed[entry["id"]], entry["num_computed_tokens"])
+            expect(f"{where} {entry['id']} computed tokens", computed[entry["id"]], entry["num_computed_tokens"])
             self._compare_blocks(entry, where)
         scheduler = self.engine.scheduler
-        same(f"{where} running", [request.request_id for request in scheduler.running], step["running"])
-        same(f"{where} holding", [request.request_id for request in scheduler.holding], step["holding"])
-        same(f"{where} waiting", [request.request_id for request in scheduler.waiting], step["waiting"])
-        same(f"{where} free blocks", self.engine.manager.pool.num_free, step["free_blocks_after_schedule"])
+        expect(f"{where} running", [request.request_id for request in scheduler.running], step["running"])
+        expect(f"{where} holding", [request.request_id for request in scheduler.holding], step["holding"])
+        expect(f"{where} waiting", [request.request_id for request in scheduler.waiting], step["waiting"])
+        expect(f"{where} free blocks", self.engine.manager.pool.num_free, step["free_blocks_after_schedule"])
         holders = self.engine.memory().holders
         deferred = sum(holder.blocks for holder in holders if holder.account == "deferred")
-        same(f"{where} deferred blocks", deferred, step["deferred_blocks_after_schedule"])
+        expect(f"{where} deferred blocks", deferred, step["deferred_blocks_after_schedule"])
 
     def _arrival(self, request: Row) -> NewRequest:
         external, size = request["external_tokens"], self.row["config"]["block_size"]
@@ -151,12 +133,12 @@ class RemoteReplay:
 
     def _compare_events(self, plan: Plan, step: Row, where: str) -> None:
         preempted = [event.request_id for event in plan.events if isinstance(event, Preempted)]
-        same(f"{where} preempted", sorted(preempted), sorted(step["preempted"]))
+        expect(f"{where} preempted", sorted(preempted), sorted(step["preempted"]))
         ended = [event for event in plan.events if isinstance(event, Finished)]
         failed = [event.request_id for event in ended if event.reason is FinishReason.ERROR]
         aborted = [event.request_id for event in ended if event.reason is FinishReason.ABORT]
-        same(f"{where} failed by a report", failed, self.failed)
-        same(f"{where} aborted", aborted, step["aborted"])
+        expect(f"{where} failed by a report", failed, self.failed)
+        expect(f"{where} aborted", aborted, step["aborted"])
         self.handles |= {read.source.request_id: read.handle for read in plan.reads}
         local = {event.request_id: event.local_tokens for event in plan.events if isinstance(event, Admitted)}
         started = [
@@ -169,22 +151,22 @@ class RemoteReplay:
             for event in plan.events
             if isinstance(event, LoadStarted)
         ]
-        same(f"{where} loads started", started, step["loads_started"])
+        expect(f"{where} loads started", started, step["loads_started"])
 
     def _compare_blocks(self, entry: Row, where: str) -> None:
         held = self.engine.manager.blocks_of(entry["id"]).tolist()
         if "block_ids" in entry:
-            same(f"{where} {entry['id']} blocks", held, entry["block_ids"][0])
+            expect(f"{where} {entry['id']} blocks", held, entry["block_ids"][0])
         elif entry["new_block_ids"]:
             new = entry["new_block_ids"][0]
             ours = held if entry["resumed"] else held[len(held) - len(new) :]
-            same(f"{where} {entry['id']} new blocks", ours, new)
+            expect(f"{where} {entry['id']} new blocks", ours, new)
 
     # ---------------------------------------------------------------------------------------------------- complete
 
     def _complete(self, step: Row, where: str) -> None:
         plan = self.plans.popleft()
-        same(f"{where} processed", plan.step_id, step["processed"])
+        expect(f"{where} processed", plan.step_id, step["processed"])
         batch = plan.batch
         tokens = np.zeros(len(batch), dtype=np.int32)
         sampled = {}
@@ -192,12 +174,12 @@ class RemoteReplay:
             request = self.engine.requests.get(request_id)
             if batch.samples[index] and request is not None:
                 tokens[index] = sampled[request_id] = sampled_token(request_id, request.num_outputs)
-        same(f"{where} sampled", sampled, step["sampled"])
+        expect(f"{where} sampled", sampled, step["sampled"])
         events = self.engine.complete(plan.step_id, Outputs(tokens=tokens), step["step"])
         ended = {event.request_id: event.reason.value for event in events if isinstance(event, Finished)}
         theirs = {end["id"]: end["reason"] for end in step["finished"]}
         self.failed = [key for key, reason in theirs.items() if reason == "error"]
-        same(f"{where} finished", ended, {key: value for key, value in theirs.items() if value != "error"})
+        expect(f"{where} finished", ended, {key: value for key, value in theirs.items() if value != "error"})
         self.reports += [self._report(end["id"], failed=end["failed"]) for end in step["loads_ended"]]
 
     def _report(self, request_id: str, *, failed: bool) -> ReadEnded:
@@ -208,5 +190,7 @@ class RemoteReplay:
 
 
 def replay_remote(row: Row) -> None:
-    """One row; raises `Difference`."""
+    """One row; raises `Mismatch`."""
+    if row["config"]["kinds"] != ["full"]:
+        raise Unreadable(f"remote loads into groups {row['config']['kinds']}")
     RemoteReplay(row).run()

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conformance.replay_remote import Difference, replay_remote
+from tests.conformance.replay_remote import replay_remote
+from tests.conformance.rows import Mismatch
 
 RECORDING = Path(__file__).resolve().parents[1] / "data" / "sched_remote.jsonl.gz"
 Row = dict[str, Any]
@@ -62,7 +63,7 @@ def test_an_altered_recording_fails(field: str, change: Any) -> None:
     replay_remote(row)
     step = next(step for step in row["steps"] if step["loads_started"])
     step[field] = change(step[field])
-    with pytest.raises(Difference, match=r"step \d+ .*: ours .*, reference"):
+    with pytest.raises(Mismatch, match=r"step \d+ .*: ours .*, reference"):
         replay_remote(row)
 
 

@@ -1,0 +1,96 @@
+"""Replay scheduler traces (../shared/oracle/README.md, part C) against pdkv's engine, policy `vllm`."""
+
+from __future__ import annotations
+
+import numpy as np
+from tests.conformance.rows import Row, expect, group_of, sampled_token, watermark_share
+
+from pdkv.core.config import VLLM, EngineConfig
+from pdkv.core.engine import Engine, Identity
+from pdkv.core.ports import Finished, NewRequest, Outputs, Preempted
+
+
+def replay_schedule(row: Row) -> None:
+    """One row of sched_traces: every step's batch, preemptions, blocks, queue lengths and frees."""
+    config = row["config"]
+    kinds = config.get("groups") or [
+        {"block_size": config["block_size"], **config, "kind": kind} for kind in config.get("kinds", ["full"])
+    ]
+    engine = Engine(
+        EngineConfig(
+            num_blocks=config["num_blocks"],
+            block_size=config["block_size"],
+            groups=tuple(group_of(kind) for kind in kinds),
+            prefix_match_unit=config.get("hash_block_size"),
+            prefix_cache_retention_interval=config.get("prefix_cache_retention_interval"),
+            max_model_len=config["max_model_len"],
+            max_num_seqs=config["max_num_seqs"],
+            max_num_batched_tokens=config["max_num_batched_tokens"],
+            long_prefill_token_threshold=config.get("long_prefill_token_threshold", 0),
+            enable_chunked_prefill=config.get("enable_chunked_prefill", True),
+            full_sequence_must_fit=config.get("full_sequence_must_fit", True),
+            watermark=watermark_share(config),
+            enable_prefix_caching=config.get("enable_caching", config.get("enable_prefix_caching", True)),
+            priority_scheduling=config.get("policy") == "priority",
+            transfer=VLLM,
+        ),
+        Identity(engine_id="replay", nonce=1, secret=b"replay"),
+        np.zeros((64, 2), dtype=np.uint64),
+    )
+    engine.validate = lambda new: None  # type: ignore[method-assign]  # the reference lets what never fits wait for ever
+    for number, step in enumerate(row["steps"]):
+        replay_step(engine, row, step, f"step {number}")
+        engine.check()
+
+
+def replay_step(engine: Engine, row: Row, step: Row, where: str) -> None:
+    """One schedule and one complete."""
+    arrivals = [request for request in row["requests"] if request["id"] in step["arrived"]]
+    plan = engine.schedule(
+        step["step"],
+        [
+            NewRequest(
+                request_id=request["id"],
+                prompt=np.asarray(request["prompt"], dtype=np.int32),
+                max_tokens=request["max_tokens"],
+                priority=request.get("priority", 0),
+            )
+            for request in arrivals
+        ],
+    )
+    batch = plan.batch
+    scheduled = dict(zip(batch.request_ids, batch.num_scheduled.tolist(), strict=True))
+    expect(f"{where} scheduled", list(scheduled.items()), list(step["scheduled"].items()))
+    preempted = [event.request_id for event in plan.events if isinstance(event, Preempted)]
+    expect(f"{where} preempted", sorted(preempted), sorted(step["preempted"]))
+    computed = dict(zip(batch.request_ids, batch.num_computed.tolist(), strict=True))
+    for entry in (*step["new"], *step["cached"]):
+        expect(f"{where} {entry['id']} computed tokens", computed[entry["id"]], entry["num_computed_tokens"])
+    for entry in step["new"]:
+        for group, theirs in enumerate(entry["block_ids"]):
+            held = engine.manager.blocks_of(entry["id"], group).tolist()
+            expect(f"{where} {entry['id']} blocks of group {group}", held, theirs)
+    for entry in step["cached"]:
+        for group, new in enumerate(entry["new_block_ids"] or ()):
+            held = engine.manager.blocks_of(entry["id"], group).tolist()
+            ours = held if entry["resumed"] else held[len(held) - len(new) :]
+            expect(f"{where} {entry['id']} new blocks of group {group}", ours, new)
+    if "copies" in step:
+        expect(f"{where} copies", batch.copies.tolist(), step["copies"])
+    running = [request.request_id for request in engine.scheduler.running]
+    expect(f"{where} running", running, step["running"])
+    expect(f"{where} waiting", len(engine.scheduler.waiting) + len(engine.scheduler.holding), step["num_waiting"])
+    if "kv_usage_after_schedule" in step:
+        expect(f"{where} usage", round(engine.manager.pool.usage, 9), step["kv_usage_after_schedule"])
+    expect(f"{where} free after schedule", engine.manager.pool.num_free, step["free_blocks_after_schedule"])
+    tokens = np.zeros(len(batch), dtype=np.int32)
+    for index, request_id in enumerate(batch.request_ids):
+        if batch.samples[index]:
+            tokens[index] = sampled_token(request_id, engine.requests[request_id].num_outputs)
+    sampled = {key: int(tokens[i]) for i, key in enumerate(batch.request_ids) if batch.samples[i]}
+    expect(f"{where} sampled", sampled, step["sampled"])
+    events = engine.complete(plan.step_id, Outputs(tokens=tokens), step["step"])
+    finished = [event.request_id for event in events if isinstance(event, Finished)]
+    theirs = [entry["id"] if isinstance(entry, dict) else entry for entry in step["finished"]]
+    expect(f"{where} finished", sorted(finished), sorted(theirs))
+    expect(f"{where} free after update", engine.manager.pool.num_free, step["free_blocks_after_update"])
