@@ -110,6 +110,33 @@ def test_several_prompts_and_choices() -> None:
     assert len({r.request_id for r in instance.requests}) == 4
 
 
+def test_token_ids_on_request() -> None:
+    """vLLM's `return_token_ids`: per choice in completions, the prompt's once in a chat; never unasked."""
+    instance = FakeInstance(lambda request: [72, EOS])
+    (one,) = post(instance, COMPLETIONS, ask(prompt=[5, 6], return_token_ids=True)).json()["choices"]
+    assert (one["prompt_token_ids"], one["token_ids"], one["text"]) == ([5, 6], [72, EOS], "i")
+    assert "token_ids" not in post(instance, COMPLETIONS, ask()).json()["choices"][0]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "return_token_ids": True}
+    body = post(instance, CHAT, chat).json()
+    assert body["choices"][0]["token_ids"] == [72, EOS]
+    assert body["prompt_token_ids"] == instance.tokens("<user>Hi<assistant>")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_streamed_token_ids(path: str) -> None:
+    instance = FakeInstance("Hello")
+    body = {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "n": 2}
+    response = post(instance, path, body | {"stream": True, "return_token_ids": True})
+    events = [event for event in sse_events(response.text) if event != "[DONE]"]
+    prompts = [event for event in events if "prompt_token_ids" in (event if path == CHAT else event["choices"][0])]
+    choices = [event["choices"][0] for event in events]
+    for index in (0, 1):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert [token for choice in mine for token in choice.get("token_ids", ())] == instance.tokens("Hello")
+    assert len(prompts) == (1 if path == CHAT else 2)
+    assert prompts[0] is events[0]
+
+
 def test_sampling_settings_reach_the_instance() -> None:
     instance = FakeInstance()
     post(

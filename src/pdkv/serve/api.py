@@ -141,6 +141,7 @@ class InstanceApi:
             choices=choices,
             tokenizer=self._instance.model.tokenizer,
             want_logprobs=generation.logprobs,
+            want_token_ids=generation.token_ids,
         )
         deltas = self.frontend.deltas(choices)
         if not generation.stream:

@@ -91,6 +91,7 @@ class _Common(BaseModel):
     user: str | None = None
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | list[dict[str, Any] | None] | None = None
 
 
@@ -142,6 +143,7 @@ class Generation:
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None
+    token_ids: bool = False
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -270,6 +272,7 @@ def _generation(
         skip_special_tokens=request.skip_special_tokens is not False,
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
+        token_ids=bool(request.return_token_ids),
         stream=bool(request.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),

@@ -25,7 +25,7 @@ class ChoiceResult:
     """What a choice has produced so far."""
 
     text: str = ""
-    num_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finished: Finished | None = None
     finish_reason: str | None = None
@@ -33,7 +33,11 @@ class ChoiceResult:
 
 
 class Answer:
-    """One request's answer in one of the two API shapes; folds deltas in and prints chunks and bodies."""
+    """One request's answer in one of the two API shapes; folds deltas in and prints chunks and bodies.
+
+    ``want_token_ids`` (vLLM's ``return_token_ids``) adds the tokens as they were sampled, and the prompt's: per choice
+    in completions, once in a chat.
+    """
 
     def __init__(
         self,
@@ -44,12 +48,14 @@ class Answer:
         choices: Sequence[Choice],
         tokenizer: Any,
         want_logprobs: int | None,
+        want_token_ids: bool = False,
     ) -> None:
         self._chat = chat
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
         self._choices = choices
         self._tokenizer = tokenizer
         self._want = want_logprobs
+        self._want_token_ids = want_token_ids
         self.results = [ChoiceResult() for _ in choices]
 
     def add(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
@@ -57,7 +63,7 @@ class Answer:
         result = self.results[choice.index]
         entries = [] if self._want is None else [self._entry(item) for item in delta.logprobs]
         result.text += delta.text
-        result.num_tokens += len(delta.tokens)
+        result.tokens += delta.tokens
         result.logprobs += entries
         if delta.finished is not None:
             result.finished, result.finish_reason = delta.finished, delta.finish_reason
@@ -71,12 +77,14 @@ class Answer:
         delta = {"role": "assistant", "content": ""}
         return [
             self._chunk([{"index": c.index, "delta": delta, "logprobs": None, "finish_reason": None}])
+            | (self._prompt_ids(c) if c.index == 0 else {})
             for c in self._choices
         ]
 
     def chunk(self, choice: Choice, delta: Delta, *, with_usage: bool) -> dict[str, Any]:
         """Fold ``delta`` in and return the stream chunk for it."""
-        offset = len(self.results[choice.index].text)
+        so_far = self.results[choice.index]
+        offset, first = len(so_far.text), not so_far.tokens
         entries = self.add(choice, delta)
         body: dict[str, Any] = {"index": choice.index}
         if self._chat:
@@ -87,6 +95,8 @@ class Answer:
             "logprobs": self._logprobs(entries, offset),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
+            **self._token_ids(delta.tokens),
+            **(self._prompt_ids(choice) if first and not self._chat else {}),
         }
         chunk = self._chunk([body])
         if with_usage:
@@ -112,6 +122,8 @@ class Answer:
                     "logprobs": self._logprobs(result.logprobs, 0),
                     "finish_reason": result.finish_reason,
                     "stop_reason": result.stop_reason,
+                    **self._token_ids(result.tokens),
+                    **({} if self._chat else self._prompt_ids(choice)),
                 }
             )
         kind = "chat.completion" if self._chat else "text_completion"
@@ -121,6 +133,7 @@ class Answer:
             "choices": choices,
             "usage": self.usage(),
             "kv_transfer_params": kv_transfer_params,
+            **(self._prompt_ids(self._choices[0]) if self._chat else {}),
         }
 
     def usage(self) -> dict[str, Any]:
@@ -132,7 +145,7 @@ class Answer:
                 seen.add(choice.prompt_index)
                 prompt_tokens += len(choice.request.prompt)
                 cached += result.finished.cached_tokens if result.finished is not None else 0
-        completion_tokens = sum(result.num_tokens for result in self.results)
+        completion_tokens = sum(len(result.tokens) for result in self.results)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -143,6 +156,12 @@ class Answer:
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices}
+
+    def _token_ids(self, tokens: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": tokens} if self._want_token_ids else {}
+
+    def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
+        return {"prompt_token_ids": choice.request.prompt.tolist()} if self._want_token_ids else {}
 
     def _entry(self, item: Any) -> dict[str, Any]:
         assert self._want is not None

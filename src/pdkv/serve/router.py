@@ -52,7 +52,12 @@ _NOT_FORWARDED = frozenset(
         *("transfer-encoding", "expect", "host", "content-length", "accept-encoding", "x-request-id", "date", "server"),
     }
 )
-_DROPPED_ON_PREFILL = ("min_tokens", "n", "best_of", "stream_options", "logprobs", "top_logprobs", "kv_transfer_params")
+_DROPPED_ON_PREFILL = frozenset(
+    {
+        *("min_tokens", "n", "best_of", "stream_options", "logprobs", "top_logprobs", "return_token_ids"),
+        "kv_transfer_params",
+    }
+)
 _SCRAPE_TIMEOUT_S = 5.0
 
 
