@@ -138,7 +138,7 @@ def test_serve_model_builds_one_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     options = start(
         monkeypatch, "supervisor", "--port", "9000", "smollm2",
         "--max-model-len", "auto", "--kv-cache-memory-bytes", "1GiB",
-        "--no-enable-prefix-caching", "--side-channel-port", "5600",
+        "--no-enable-prefix-caching", "--prefix-caching-hash-algo", "sha256_cbor", "--side-channel-port", "5600",
     )  # fmt: skip
     assert isinstance(options, ServeOptions)
     assert (options.host, options.port, options.prefill_fallback) == ("127.0.0.1", 9000, "local")
@@ -146,6 +146,7 @@ def test_serve_model_builds_one_pair(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (instance.role, instance.model, instance.side_channel_port) == (role, "smollm2", side_channel)
         assert (instance.max_model_len, instance.kv_cache_memory_bytes) == ("auto", 1 << 30)
         assert not instance.enable_prefix_caching
+        assert instance.prefix_caching_hash_algo == "sha256_cbor"
 
 
 def test_ctrl_c_is_a_request_to_stop_from_the_first_moment_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,6 +253,22 @@ def test_models_that_differ_are_refused_at_the_handshake(smollm2: str, tmp_path)
         producer.close()
 
 
+def test_instances_may_name_their_blocks_by_different_hashes(smollm2: str) -> None:
+    """A peer's KV is known by its lease, not by a hash; each side's prefix cache works by its own."""
+    producer = instance("prefill", smollm2, transport="shm", prefix_caching_hash_algo="sha256_cbor", **SMALL)
+    consumer = instance("decode", smollm2, transport="shm", prefix_caching_hash_algo="xxhash", **SMALL)
+    try:
+        truth = decode(consumer, "truth", LONG[:100], None, 4, cache_salt="truth").wait().tokens
+        for index, moved in enumerate((7, 1)):
+            flight = decode(consumer, f"d{index}", LONG[:100], prefill(producer, f"p{index}", LONG[:100]), 4).wait()
+            assert [event.blocks for event in flight.of(LoadFinished)] == [moved]  # type: ignore[attr-defined]
+            assert flight.tokens == truth
+        until(lambda: all_idle(producer, consumer))
+    finally:
+        consumer.close()
+        producer.close()
+
+
 def test_aborts_in_every_state(pair) -> None:
     """Queued, loading, decoding: each ends once, and every block comes back."""
     producer, consumer = pair

@@ -36,6 +36,7 @@ def test_defaults_are_valid() -> None:
         ({"num_gpu_blocks_override": 1}, "--num-gpu-blocks-override"),
         ({"max_num_seqs": 0}, "--max-num-seqs"),
         ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens"),
+        ({"prefix_caching_hash_algo": "md5"}, "--prefix-caching-hash-algo"),
         ({"watermark": 1.0}, "--watermark"),
         ({"transport": "rdma"}, "--transport"),
         ({"policy": "best"}, "--policy"),

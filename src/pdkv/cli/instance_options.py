@@ -62,6 +62,14 @@ def _template(
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Reuse the KV of prefixes seen before.", rich_help_panel=_SCHEDULING)
     ] = True,
+    prefix_caching_hash_algo: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Names blocks in the prefix cache: raw_sha256, or as vLLM: sha256, sha256_cbor, xxhash, xxhash_cbor.",
+            rich_help_panel=_SCHEDULING,
+        ),
+    ] = "raw_sha256",
     watermark: Annotated[
         float, typer.Option(help="Share of the pool kept free when admitting.", rich_help_panel=_SCHEDULING)
     ] = 0.0,

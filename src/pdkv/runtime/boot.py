@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from pdkv import __version__
+from pdkv.core.blocks.hashing import HashFunction
 from pdkv.core.config import EngineConfig
 from pdkv.core.engine import Engine, Identity
 from pdkv.core.ports import Event
@@ -19,6 +20,7 @@ from pdkv.layout.capacity import Capacity
 from pdkv.layout.dtypes import resolve_kv_dtype
 from pdkv.layout.groups import RankLayout, group_layers
 from pdkv.models.spec import LayerKind, LayerSpec
+from pdkv.runtime.block_hash import block_hash
 from pdkv.runtime.control import Control, PeerIdentity, TransferMemory, available_transport
 from pdkv.runtime.executor import Executor
 from pdkv.runtime.instance import Instance, InstanceInfo, new_boot_secret, new_engine_id
@@ -46,6 +48,7 @@ def start_instance(
     device = choose_device(settings.device)
     # Now, not after minutes of loading:
     available_transport(settings.transport, "VRAM" if device.startswith("cuda") else "DRAM")
+    hash_function = block_hash(settings.prefix_caching_hash_algo)
     files = check(settings)
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     baseline = MemoryBaseline.take(device)
@@ -60,7 +63,7 @@ def start_instance(
     config = engine_config(settings, capacity.num_blocks, capacity.max_model_len)
     memory = allocate(model, capacity, settings.block_size)
     try:
-        return _assemble(settings, model, memory, info, config, on_events)
+        return _assemble(settings, model, memory, info, config, hash_function, on_events)
     except BaseException as error:
         if not isinstance(error, FenceLost):
             memory.close()
@@ -172,12 +175,13 @@ def _assemble(
     memory: InstanceMemory,
     info: InstanceInfo,
     config: EngineConfig,
+    hash_function: HashFunction,
     on_events: Callable[[tuple[Event, ...]], None] | None,
 ) -> Instance:
     """Engine, control thread and instance on ``memory``, running. It is given back by `Instance.close`."""
     nonce, secret = new_boot_secret()
     identity = Identity(engine_id=info.engine_id, nonce=nonce, secret=secret)
-    engine = Engine(config, identity, memory.slot_array)
+    engine = Engine(config, identity, memory.slot_array, hash_function=hash_function)
     made: list[Instance] = []  # the control thread is made before the instance that it delivers to
     control = Control(
         PeerIdentity(identity, peer_facts(model, info.block_size)),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
+from pdkv.core.blocks.vllm_hashing import VLLM_ALGORITHMS
 from pdkv.errors import ConfigError
 from pdkv.units import format_bytes
 
@@ -108,6 +109,7 @@ class InstanceOptions:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
+    prefix_caching_hash_algo: str = "raw_sha256"
     watermark: float = 0.0
     transport: Transport = "auto"
     policy: Policy = "strict"
@@ -157,6 +159,7 @@ class InstanceOptions:
         _require(self.max_num_seqs >= 1, f"--max-num-seqs {self.max_num_seqs}: at least 1")
         budget = self.max_num_batched_tokens
         _require(budget >= 1, f"--max-num-batched-tokens {budget}: at least 1")
+        _one_of("--prefix-caching-hash-algo", self.prefix_caching_hash_algo, ("raw_sha256", *VLLM_ALGORITHMS))
         _require(0 <= self.watermark < 1, f"--watermark {self.watermark}: a fraction of the pool, 0 up to below 1")
         _one_of("--transport", self.transport, ("auto", "nixl", "shm"))
         _one_of("--policy", self.policy, ("strict", "vllm"))
