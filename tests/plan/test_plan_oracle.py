@@ -11,7 +11,7 @@ import pytest
 
 from pdkv.models.families import spec_from_config
 from pdkv.plan.planner import PlanOptions, make_plan
-from pdkv.plan.source import PlannedModel
+from pdkv.source import PlannedModel
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "capacity.jsonl.gz"
 # Recorded with a backend that does not take the type, or without the layers that `vllm serve` adds.

@@ -11,7 +11,7 @@ import pytest
 
 from pdkv.errors import ConfigError, UnsupportedModel
 from pdkv.plan.planner import PlanOptions, make_plan
-from pdkv.plan.source import PlannedModel, find_spec
+from pdkv.source import PlannedModel, find_spec
 from pdkv.units import GIB, MIB
 
 CONFIG = {

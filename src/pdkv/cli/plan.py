@@ -67,7 +67,7 @@ def plan(
 ) -> None:
     """Exact KV capacity of MODEL for a given amount of memory, by vLLM's rules. Needs no GPU and no torch."""
     from pdkv.plan.planner import PlanOptions, make_plan
-    from pdkv.plan.source import find_spec
+    from pdkv.source import find_spec
 
     options = PlanOptions(
         kv_cache_memory_bytes=parse_optional_count("--kv-cache-memory-bytes", kv_cache_memory_bytes),

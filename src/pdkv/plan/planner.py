@@ -25,7 +25,7 @@ from pdkv.plan.report import (
     PlanReport,
     RankFacts,
 )
-from pdkv.plan.source import PlannedModel
+from pdkv.source import PlannedModel
 from pdkv.units import format_bytes
 
 __all__ = ["PlanOptions", "make_plan"]
