@@ -78,8 +78,8 @@ _ERRORS = (
         FailureKind.DEVICE_SHARED,
         ("on startup is less than",),
         re.compile(
-            rf"Free memory on device (?:\w+:([0-9]{1, 6}) )?\({_GIB}/{_GIB} GiB\) on startup is less than .{{0,80}}?"
-            rf"\(([0-9.]{1, 12}), {_GIB} GiB\)"
+            rf"Free memory on device (?:\w+:{_INDEX} )?\({_GIB}/{_GIB} GiB\) on startup is less than .{{0,80}}?"
+            rf"\(([0-9.]{{1,12}}), {_GIB} GiB\)"
         ),
         _shared,
     ),
@@ -123,8 +123,8 @@ _ERRORS = (
         FailureKind.OUT_OF_MEMORY,
         ("out of memory. Tried to allocate",),
         re.compile(
-            rf"out of memory\. Tried to allocate {_BYTES}\.(?: GPU ([0-9]{1, 6}) has a total capacity of {_BYTES} of which "
-            rf"{_BYTES} is free\.)?(?:.{{0,200}}?this process has {_BYTES} memory in use)?"
+            rf"out of memory\. Tried to allocate {_BYTES}\.(?: GPU {_INDEX} has a total capacity of {_BYTES} of "
+            rf"which {_BYTES} is free\.)?(?:.{{0,200}}?this process has {_BYTES} memory in use)?"
         ),
         _out_of_memory,
     ),
