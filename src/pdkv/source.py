@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pdkv.errors import ConfigError
 from pdkv.models.catalog import catalog, find_model
@@ -20,14 +22,16 @@ class PlannedModel:
     params: int | None
 
 
-def find_spec(ref: str) -> PlannedModel:
+def find_spec(ref: str, overrides: Mapping[str, Any] | None = None) -> PlannedModel:
     """The model behind ``ref``. Reads at most one small file; nothing is downloaded.
+
+    ``overrides`` replace fields of its config, inside nested ones too (vLLM's --hf-overrides).
 
     Raises ConfigError when there is no such model or its config cannot be read, UnsupportedModel when it is not sized.
     """
     known = find_model(ref)
     if known is not None:
-        return PlannedModel(spec_from_config(known.config, name=known.name), known.params)
+        return PlannedModel(spec_from_config(_overridden(known.config, overrides), name=known.name), known.params)
     path = Path(ref).expanduser()
     config_path = path / "config.json" if path.is_dir() else path
     if not config_path.is_file():
@@ -46,4 +50,13 @@ def find_spec(ref: str) -> PlannedModel:
     if not isinstance(config, dict):
         raise ConfigError(f"{config_path} holds no JSON object; give a model's config.json")
     name = config_path.resolve().parent.name if config_path.name == "config.json" else config_path.stem
-    return PlannedModel(spec_from_config(config, name=name), None)
+    return PlannedModel(spec_from_config(_overridden(config, overrides), name=name), None)
+
+
+def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    found = dict(config)
+    for key, value in (overrides or {}).items():
+        before = found.get(key)
+        both = isinstance(value, Mapping) and isinstance(before, Mapping)
+        found[key] = _overridden(before or {}, value) if both else value
+    return found

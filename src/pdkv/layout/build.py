@@ -100,13 +100,17 @@ def stage_caches(model: ModelSpec, settings: KvSettings) -> BuiltCaches:
         raise ConfigError(
             f"--block-size {sizes.block_size}: the {backend.name} backend takes multiples of {backend.smallest_block}"
         )
-    stages = []
-    for stage in stage_layers(model.decoder_layers, settings.pipeline_parallel):
-        caches: dict[str, Cache] = {}
-        for layer in model.layers:
-            if layer.layer in stage:
-                caches[layer.name] = _cache(layer, model, settings, backend, value, sizes)
-        stages.append(caches)
+    *others, last = stage_layers(model.decoder_layers, settings.pipeline_parallel)
+    # What stands behind the decoder layers (a draft's) lives on the last stage.
+    behind = max((layer.layer for layer in model.layers), default=0) + 1
+    stages: list[dict[str, Cache]] = [
+        {
+            layer.name: _cache(layer, model, settings, backend, value, sizes)
+            for layer in model.layers
+            if layer.layer in stage
+        }
+        for stage in (*others, range(last.start, max(last.stop, behind)))
+    ]
     return BuiltCaches(
         stages=tuple(stages),
         value=value,

@@ -67,10 +67,11 @@ def longest_request(layout: RankLayout, check_bytes: int, limit: int) -> int:
 
     A binary search, because with several groups a length's blocks have no closed inverse.
     """
+    most_blocks = check_bytes // layout.bytes_per_block if check_bytes >= 0 else -1
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
-        if layout.bytes_for(middle) <= check_bytes:
+        if layout.blocks_for(middle) <= most_blocks:
             low = middle
         else:
             high = middle - 1

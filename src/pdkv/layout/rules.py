@@ -84,6 +84,14 @@ class VllmRules:
         return self._since("0.21")
 
     @property
+    def connectors_keep_hybrid_manager(self) -> bool:
+        """Whether a KV connector that supports the hybrid manager leaves it on by default (pull request 41847).
+
+        Before, any connector switched it off unless it was asked for (0.21 was seen to, issue 49537).
+        """
+        return self._since("0.22")
+
+    @property
     def subtracts_graph_estimate(self) -> bool:
         """Whether estimated CUDA graphs are taken off the KV budget by default (spec memory-profile, section 11)."""
         return self._since("0.21")

@@ -9,35 +9,71 @@ from pdkv.errors import ConfigError
 from pdkv.layout.backends import Backend, find_backend
 from pdkv.layout.build import KvSettings, boundary_layers, in_flight_tokens
 from pdkv.layout.dtypes import MODEL_DTYPES
+from pdkv.layout.placement import KvLayout, find_layout
 from pdkv.layout.rules import VllmRules
 from pdkv.layout.specs import Limits
-from pdkv.models.spec import ModelSpec
+from pdkv.models.spec import LayerKind, ModelSpec
+from pdkv.plan.kv_transfer import KvTransfer
+from pdkv.units import GIB
+
+_MODEL_DTYPES = ("dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
+# What `vllm serve` takes by itself: least GPU memory -> (--max-num-batched-tokens, --max-num-seqs). Below: the last.
+_BATCH_DEFAULTS = ((160 * GIB, (16384, 1024)), (70 * GIB, (8192, 1024)), (0, (2048, 256)))
+_HOPPER_BYTES = 80 * GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """The settings of a plan. ``None`` is "not set". Raises ConfigError when one cannot be.
 
-    ``attention_backend`` not set is what vLLM takes on an NVIDIA Hopper GPU. ``vllm_version`` is the release whose
-    rules hold.
+    ``attention_backend`` and ``gpu`` not set are what vLLM takes on an NVIDIA Hopper GPU. ``vllm_version`` is the
+    release whose rules hold. ``gpu_memory_bytes`` is the memory that a GPU's driver reports. ``kv_offloading_bytes`` is
+    the host tier of an instance, over all its ranks. ``v1_runner`` is VLLM_USE_V2_MODEL_RUNNER=0.
     """
 
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
+    gpu: str | None = None
+    gpu_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.92
     block_size: int | None = None
     max_model_len: int | Literal["auto"] | None = None
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    throughput_mode: bool = False
     async_scheduling: bool = True
+    v1_runner: bool = False
     enable_prefix_caching: bool = True
+    watermark: float = 0.0
     dtype: str = "auto"
+    quantization: str | None = None
     kv_cache_dtype: str = "auto"
     kv_cache_dtype_skip_layers: tuple[str, ...] = ()
+    mamba_cache_dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
+    mamba_cache_mode: Literal["none", "align"] | None = None
     attention_backend: str | None = None
-    disable_hybrid_kv_cache_manager: bool = False
+    kv_cache_layout: str | None = None
+    disable_hybrid_kv_cache_manager: bool | None = None
+    chunked_local_with_hybrid: bool = True
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     decode_context_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    speculative_method: str | None = None
+    speculative_model: str | None = None
+    speculative_tokens: int | None = None
+    kv_transfer: KvTransfer | None = None
+    kv_offloading_bytes: int | None = None
+    enforce_eager: bool = False
+    cudagraph_mode: str | None = None
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    max_cudagraph_capture_size: int | None = None
+    estimate_cudagraphs: bool = True
+    language_model_only: bool = False
+    mm_ipc_gpu_memory_bytes: int | None = None
     vllm_version: str = VllmRules().version
 
     def __post_init__(self) -> None:
@@ -45,12 +81,17 @@ class PlanOptions:
             value = getattr(self, field.name)
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise ConfigError(f"--{field.name.replace('_', '-')} {value}: must be at least 1")
-        if self.dtype not in ("auto", *MODEL_DTYPES):
-            raise ConfigError(f"--dtype {self.dtype}: there are auto, {', '.join(MODEL_DTYPES)}")
-        if self.mamba_ssm_cache_dtype not in ("auto", *MODEL_DTYPES):
+        for name in _MODEL_DTYPES:
+            value = getattr(self, name)
+            if value not in ("auto", *MODEL_DTYPES):
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: there are auto, {', '.join(MODEL_DTYPES)}")
+        if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
-                f"--mamba-ssm-cache-dtype {self.mamba_ssm_cache_dtype}: there are auto, {', '.join(MODEL_DTYPES)}"
+                f"--gpu-memory-utilization {self.gpu_memory_utilization}: a share of the GPU's memory, above 0 and at "
+                "most 1, for example 0.92"
             )
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"--watermark {self.watermark}: a share of the pool, at least 0 and below 1")
 
     @property
     def rules(self) -> VllmRules:
@@ -62,6 +103,39 @@ class PlanOptions:
         """The backend that was asked for."""
         return None if self.attention_backend is None else find_backend(self.attention_backend)
 
+    @property
+    def layout(self) -> KvLayout | None:
+        """The physical layout that was asked for."""
+        return None if self.kv_cache_layout is None else find_layout(self.kv_cache_layout)
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of one engine: tensor, pipeline and prefill context parallel."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all engines."""
+        return self.ranks * self.data_parallel_size
+
+    @property
+    def batched_tokens(self) -> int:
+        """Tokens of one step: as given, else what ``vllm serve`` takes on a GPU of that memory."""
+        return self.max_num_batched_tokens or self._batch_defaults()[0]
+
+    @property
+    def seqs(self) -> int:
+        """Most requests in one step, likewise."""
+        return self.max_num_seqs or self._batch_defaults()[1]
+
+    def _batch_defaults(self) -> tuple[int, int]:
+        memory = self.gpu_memory_bytes or _HOPPER_BYTES
+        small = self.gpu is not None and self.gpu.lower().startswith("a100")
+        tokens, seqs = next(
+            found for least, found in _BATCH_DEFAULTS if memory >= least and not (small and 0 < least < 160 * GIB)
+        )
+        return (2 * tokens, 2 * seqs) if self.throughput_mode else (tokens, seqs)
+
     def model_dtype(self, spec: ModelSpec) -> str:
         """The type the model computes in. As in vLLM, auto halves a 32-bit checkpoint (and one that does not say)."""
         if self.dtype != "auto":
@@ -69,15 +143,35 @@ class PlanOptions:
         return "bfloat16" if spec.dtype in (None, "float32") else spec.dtype
 
     def length(self, spec: ModelSpec) -> int:
-        """The longest request that was asked for, or the model's own. Raises ConfigError when the model is shorter."""
+        """The longest request that was asked for, or the model's own; `beyond_trained` says when it is too long."""
         if not isinstance(self.max_model_len, int):
             return spec.served_model_len or spec.max_model_len
-        if self.max_model_len > spec.max_model_len:
-            raise ConfigError(
-                f"--max-model-len {self.max_model_len} is more than {spec.name} was made for ({spec.max_model_len} "
-                "tokens, by its config.json); lower it"
-            )
         return self.max_model_len
+
+    def beyond_trained(self, spec: ModelSpec) -> bool:
+        """Whether more was asked for than the model was made for, which vLLM refuses by itself."""
+        return isinstance(self.max_model_len, int) and self.max_model_len > spec.max_model_len
+
+    def hybrid_manager(self, spec: ModelSpec) -> bool:
+        """Whether windows and chunks are recycled, by vLLM's rules (spec kv-layout, 5; config/vllm.py).
+
+        Raises ConfigError when it was asked for in a configuration that has none.
+        """
+        prevents = None
+        if self.kv_transfer is not None and (lacking := self.kv_transfer.without_hybrid_support):
+            prevents = f"{', '.join(lacking)} cannot work with it"
+        if spec.has(LayerKind.CHUNKED_LOCAL) and not self.chunked_local_with_hybrid:
+            prevents = "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE is 0"
+        elif spec.has(LayerKind.CHUNKED_LOCAL) and (self.speculative_method or "").startswith("eagle"):
+            prevents = "chunked attention with EAGLE cannot work with it"
+        if self.disable_hybrid_kv_cache_manager is None:
+            transfer = self.kv_transfer
+            return prevents is None and (transfer is None or transfer.keeps_hybrid_manager(self.rules))
+        if not self.disable_hybrid_kv_cache_manager and prevents is not None:
+            raise ConfigError(
+                f"--no-disable-hybrid-kv-cache-manager asks for the hybrid manager, and {prevents}; leave the flag out"
+            )
+        return not self.disable_hybrid_kv_cache_manager
 
     def skip_layers(self, spec: ModelSpec) -> tuple[str, ...]:
         """The layers that keep the model's own type: those asked for, and those that vLLM adds."""
@@ -97,19 +191,27 @@ class PlanOptions:
             backend=self.backend,
             skip_layers=self.skip_layers(spec),
             prefix_caching=self.enable_prefix_caching,
+            mamba_cache_mode=self.mamba_cache_mode,
+            mamba_cache_dtype=self.mamba_cache_dtype,
             mamba_ssm_cache_dtype=self.mamba_ssm_cache_dtype,
+            speculative_tokens=self.speculative_tokens or 0,
+            rules=self.rules,
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Tokens scheduled but not settled: what windows and chunks reserve for."""
+        if self.v1_runner:
+            batches = max(self.pipeline_parallel_size, 2 if self.async_scheduling else 1)
+            return self.batched_tokens * (batches if self.rules.reserves_every_batch_in_flight else 1)
+        return in_flight_tokens(
+            self.batched_tokens,
+            self.pipeline_parallel_size,
+            async_scheduling=self.async_scheduling,
             rules=self.rules,
         )
 
     @property
     def limits(self) -> Limits:
         """What the size of a request depends on besides its length."""
-        return Limits(
-            max_in_flight_tokens=in_flight_tokens(
-                self.max_num_batched_tokens,
-                self.pipeline_parallel_size,
-                async_scheduling=self.async_scheduling,
-                rules=self.rules,
-            ),
-            decode_context_parallel=self.decode_context_parallel_size,
-        )
+        return Limits(max_in_flight_tokens=self.in_flight, decode_context_parallel=self.decode_context_parallel_size)

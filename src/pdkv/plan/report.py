@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdkv.layout.capacity import Capacity
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
@@ -54,30 +56,25 @@ class KvFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
-    """Where the budget comes from; ``basis`` "given": stated by the user, so that nothing had to be estimated."""
+    """Where the budget comes from, per GPU.
+
+    ``basis`` "given": stated by the user, so that nothing had to be estimated; "estimated": ``available_kv_bytes`` lies
+    between ``low_bytes`` and ``high_bytes``. ``dominated_by`` names the largest term.
+    """
 
     available_kv_bytes: int
     basis: str
+    low_bytes: int | None = None
+    high_bytes: int | None = None
     total_bytes: int | None = None
     requested_bytes: int | None = None
     weights_bytes: int | None = None
     activation_bytes: int | None = None
     non_torch_bytes: int | None = None
     cudagraph_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapacityFacts:
-    """``kv_cache_size_tokens`` is vLLM's figure: ``max_concurrency`` times ``max_model_len``."""
-
-    num_blocks: int
-    usable_blocks: int
-    blocks_per_max_len_request: int
-    kv_cache_size_tokens: int
-    max_concurrency: float
-    max_model_len: int
-    estimated_max_model_len: int
-    fits: bool
+    reserve_bytes: int | None = None
+    dominated_by: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,24 +89,47 @@ class RankFacts:
     num_blocks: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentFacts:
+    """All engines together: each has a pool of its own, so concurrency adds up and the longest request does not."""
+
+    gpus: int
+    engines: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    decode_context_parallel_size: int
+    max_concurrency: float
+    kv_cache_size_tokens: int
+    hybrid_manager: bool
+    attention_backend: str
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Something to change, and what it would do."""
+    """Something to change, what it would do, and the options (names of PlanOptions) that it changes.
+
+    Planning again with ``changes`` gives the numbers of ``effect``.
+    """
 
     id: str
     text: str
     effect: str
+    changes: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """All of it."""
+    """All of it. ``decode`` is there when a connector or a load was given, ``long_context`` for long requests."""
 
     model: ModelFacts
     kv: KvFacts
     memory: MemoryFacts
-    capacity: CapacityFacts
+    capacity: Capacity
     ranks: tuple[RankFacts, ...]
+    deployment: DeploymentFacts
     rules: str
     advice: tuple[Advice, ...]
     warnings: tuple[str, ...]

@@ -1,0 +1,131 @@
+"""A model under one set of options, laid out and sized: what every part of a plan asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from pdkv.errors import ConfigError
+from pdkv.layout.backends import BACKENDS, Backend
+from pdkv.layout.build import BuiltCaches, stage_caches
+from pdkv.layout.capacity import Capacity, size_pool
+from pdkv.layout.groups import Group, RankLayout, layouts_of_stages
+from pdkv.layout.specs import FULL_LIKE
+from pdkv.models.spec import LayerKind, ModelSpec
+from pdkv.plan.options import PlanOptions
+from pdkv.plan.speculative import with_draft_layers
+
+# Longer than any window, chunk or batch: what a request holds beyond its per-token share has settled.
+_LONG_CONTEXT = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """``layouts`` and ``available`` hold one entry a pipeline stage; ``spec`` includes the layers of a draft model."""
+
+    spec: ModelSpec
+    options: PlanOptions
+    built: BuiltCaches
+    layouts: tuple[RankLayout, ...]
+    capacity: Capacity
+
+    @property
+    def bottleneck(self) -> RankLayout:
+        """The layout of the stage that has the fewest blocks."""
+        return self.layouts[self.capacity.bottleneck]
+
+    def concurrency(self, num_tokens: int) -> float:
+        """How many requests of ``num_tokens`` tokens the pool holds at once, on one engine; 0 when one does not fit."""
+        per_request = max(layout.blocks_for(num_tokens) for layout in self.layouts)
+        blocks = self.capacity.num_blocks
+        if not per_request:
+            return float("inf")
+        return blocks / per_request if per_request <= self.capacity.usable_blocks else 0.0
+
+    def tokens(self, num_tokens: int) -> int:
+        """Tokens of KV that requests of ``num_tokens`` tokens can keep in the pool."""
+        concurrency = self.concurrency(num_tokens)
+        return 0 if concurrency == float("inf") else int(concurrency * num_tokens)
+
+
+def lay_out(spec: ModelSpec, options: PlanOptions) -> tuple[ModelSpec, BuiltCaches, tuple[RankLayout, ...]]:
+    """The caches and groups of every stage. Raises ConfigError for settings that cannot be."""
+    spec = with_draft_layers(spec, options)
+    _check_backend(spec, options.backend)
+    built = stage_caches(spec, options.settings(spec))
+    if options.layout is not None:
+        built = replace(built, layout=options.layout)
+    layouts = layouts_of_stages(
+        built.stages,
+        layout=built.layout,
+        limits=options.limits,
+        hybrid_manager=options.hybrid_manager(spec),
+        rules=options.rules,
+    )
+    return spec, built, layouts
+
+
+def _check_backend(spec: ModelSpec, backend: Backend | None) -> None:
+    """Raise ConfigError for a backend of the other kind of attention."""
+    if backend is None:
+        return
+    latent = spec.has(LayerKind.MLA, LayerKind.SLIDING_WINDOW_MLA)
+    if backend.latent != latent and any(layer.state is None for layer in spec.layers):
+        keeps = "latents" if latent else "K and V"
+        others = ", ".join(
+            sorted(name for name, other in BACKENDS.items() if other.latent == latent and name != "INDEXER")
+        )
+        raise ConfigError(
+            f"--attention-backend {backend.name} is not for {spec.name}, which keeps {keeps}; these are: {others}"
+        )
+
+
+def size(spec: ModelSpec, options: PlanOptions, available_bytes: Iterable[int] | None = None) -> Sized:
+    """Lay out ``spec`` and size its pool.
+
+    ``available_bytes`` are what each stage's ranks have for KV, the same for all when there is only one;
+    ``options.kv_cache_memory_bytes`` when not given. Raises ConfigError and DoesNotFit as the layout does.
+    """
+    spec, built, layouts = lay_out(spec, options)
+    # Bytes are only absent when the number of blocks is given, and then they are not looked at.
+    given = (options.kv_cache_memory_bytes or 0,) if available_bytes is None else tuple(available_bytes)
+    available = list(given) if len(given) == len(layouts) else [min(given)] * len(layouts)
+    length = options.length(spec)
+    capacity = size_pool(
+        layouts,
+        available,
+        max_model_len=None if options.max_model_len == "auto" else length,
+        model_limit=length,
+        num_blocks_override=options.num_gpu_blocks_override,
+        rules=options.rules,
+    )
+    return Sized(spec, options, built, layouts, capacity)
+
+
+def growing(rank: RankLayout) -> list[Group]:
+    """Groups whose blocks grow with a request for ever."""
+    return [group for group in rank.groups if group.cache.kind in FULL_LIKE]
+
+
+def bytes_per_token(rank: RankLayout) -> Fraction:
+    """Bytes that one more token takes in the long run, padding included. Fewer blocks are needed under DCP."""
+    return sum(
+        (
+            Fraction(rank.bytes_per_block, group.block_size * rank.limits.decode_context_parallel)
+            for group in growing(rank)
+        ),
+        Fraction(),
+    )
+
+
+def fixed_bytes(rank: RankLayout) -> int:
+    """Bytes that a long request holds whatever its length: windows, chunks and states at their largest."""
+    kept = growing(rank)
+    fixed = [group.blocks_for(_LONG_CONTEXT, rank.limits) for group in rank.groups if group not in kept]
+    return sum(fixed) * rank.bytes_per_block
+
+
+def whole(value: Fraction) -> int:
+    """``value``, up to the next integer."""
+    return -(-value.numerator // value.denominator)
