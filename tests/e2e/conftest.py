@@ -1,12 +1,11 @@
-"""What end-to-end tests need: the converted weights, and each transport that works here."""
+"""What end-to-end tests need: the converted weights, and transformers' own answers."""
 
 from __future__ import annotations
 
 import importlib.util
 
 import pytest
-
-HAS_NIXL = importlib.util.find_spec("nixl_cu12") is not None
+from tests.e2e.reference import Reference
 
 
 @pytest.fixture(scope="session")
@@ -20,15 +19,7 @@ def smollm2() -> str:
     return str(resolve_model("smollm2").directory)
 
 
-@pytest.fixture(scope="module", params=["nixl", "shm"])
-def transport(request: pytest.FixtureRequest) -> str:
-    """Each transport in turn."""
-    if request.param == "nixl" and not HAS_NIXL:
-        pytest.skip("NIXL is not installed: pip install nixl-cu12")
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def whole(transport: str) -> bool:
-    """Whether this transport gets the whole proof; the other one, which only moves bytes differently, a part of it."""
-    return (transport == "nixl") == HAS_NIXL
+@pytest.fixture(scope="session")
+def reference(smollm2: str) -> Reference:
+    """The model as transformers runs it."""
+    return Reference(smollm2)

@@ -4,7 +4,6 @@ own, and an instance that cannot fence its memory says so and keeps it."""
 from __future__ import annotations
 
 import functools
-import importlib.util
 import subprocess
 import sys
 import textwrap
@@ -16,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.e2e.harness import Flight, array, decode, idle_blocks, instance, prefill
+from tests.e2e.processes import HAS_NIXL
 from tests.runtime.tiny import save_tiny
 from tests.runtime.transfer_bench import empty_plan
 
@@ -26,7 +26,6 @@ from pdkv.runtime.control import Control
 from pdkv.runtime.instance import Instance
 from pdkv.runtime.transports.shm import ShmTransport
 
-HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl"))
 needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="no NIXL wheel is installed")
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [[(7 * i + j) % 90 + 3 for j in range(length)] for i, length in enumerate((5, 16, 33, 100))]

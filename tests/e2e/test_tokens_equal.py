@@ -1,204 +1,147 @@
-"""Greedy tokens through P and D equal `transformers` generate, in fp32, however the KV came about.
+"""Greedy tokens through P, D and the router equal `transformers` generate, in fp32, however the KV came about.
 
-A near-tie (the reference's two best logits closer than 1e-3) may go either way in floating point: it is reported with
-both logits, and the comparison of that prompt ends there.
+Every part is a process of its own that `pdkv serve` started, the requests are HTTP, KV moves by NIXL where there is a
+wheel. P computes 128 tokens a step at most, so longer prompts are prefilled in chunks.
 """
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
-import torch
-from tests.e2e.harness import decode, idle_blocks, instance, prefill
-
-from pdkv.core.ports import LoadFinished, Preempted
-from pdkv.runtime.instance import Instance
+from tests.e2e.processes import HAS_NIXL, INSTANCE, Part, tokens_of, until
+from tests.e2e.reference import Reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NEW_TOKENS = 8
-TIE = 1e-3
+BLOCK = 16
 LENGTHS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96, 127, 128, 160, 200, 257, 384, 600)
 STORY = (
     "The lighthouse keeper wrote the weather down every evening, because his father had done so before him. "
     "On calm days the page stayed short; in autumn it filled with wind and names of ships. "
 )
+Expected = list[tuple[list[int], list[int]]]
 
 
-def make_prompts(tokenizer: object) -> list[list[int]]:
-    """20 prompts of the given lengths, all different from their first token on."""
+class Parts:
+    """P, D, a second D with a pool of 33 blocks, and the router in front of P and D."""
+
+    def __init__(self, logs: pytest.TempPathFactory) -> None:
+        folder = logs.mktemp("logs")
+        pool = ("--kv-cache-memory-bytes", "256MiB", "--max-num-batched-tokens", "128")
+        small = ("--num-gpu-blocks-override", "34", "--max-num-batched-tokens", "48", "--max-num-seqs", "8")
+        options = {
+            "prefill": ("prefill", "smollm2", *INSTANCE, *pool),
+            "decode": ("decode", "smollm2", *INSTANCE, *pool),
+            "small": ("decode", "smollm2", *INSTANCE, *small, "--max-model-len", "320"),
+        }
+        self.all = [Part(folder / f"{name}.log", *arguments) for name, arguments in options.items()]  # all load at once
+        self.p, self.d, self.small = (part.ready() for part in self.all)
+        urls = ("--prefill", self.p.url, "--decode", self.d.url)
+        self.all.append(Part(folder / "router.log", "router", "--port", "0", *urls))
+        self.router = self.all[-1].ready()
+
+    def settled(self) -> bool:
+        """Nobody holds a block."""
+        return all(part.idle() for part in (self.p, self.d, self.small))
+
+
+@pytest.fixture(scope="module")
+def parts(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    running = Parts(tmp_path_factory)
+    yield running
+    for part in running.all:
+        part.end()
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Reference) -> Expected:
+    """20 prompts that share no block, with transformers' continuations."""
     prompts = []
     for index, length in enumerate(LENGTHS):
-        text = f"{index + 3} years later. " + STORY * (length // 20 + 1)
-        prompts.append(tokenizer(text)["input_ids"][:length])  # type: ignore[operator]
-    return prompts
+        prompts.append(reference.tokenize(f"{index + 3} years later. " + STORY * (length // 20 + 1))[:length])
+    assert len({tuple(prompt[:BLOCK]) for prompt in prompts}) == len(LENGTHS)
+    return [(prompt, reference.generate(prompt, NEW_TOKENS)) for prompt in prompts]
 
 
-class Reference:
-    """transformers' own model on the same weights, with its own attention and cache."""
-
-    def __init__(self, path: str) -> None:
-        from transformers import AutoModelForCausalLM
-
-        torch.set_num_threads(1)
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-    def generate(self, prompt: list[int], count: int = NEW_TOKENS) -> list[int]:
-        """Greedy tokens, end of text ignored."""
-        with torch.inference_mode():
-            out = self.model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=count,
-                min_new_tokens=count,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        return out[0, len(prompt) :].tolist()
-
-    def top_two(self, prefix: list[int]) -> tuple[float, float]:
-        """The two best next-token logits."""
-        with torch.inference_mode():
-            best = self.model(torch.tensor([prefix])).logits[0, -1].topk(2).values
-        return float(best[0]), float(best[1])
-
-    def assert_equal(self, prompt: list[int], ours: list[int], theirs: list[int]) -> None:
-        """Token for token, near-ties reported."""
-        assert len(ours) == len(theirs)
-        for position, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-            if our == their:
-                continue
-            first, second = self.top_two(prompt + theirs[:position])
-            if first - second < TIE:
-                warnings.warn(
-                    f"near-tie: prompt of {len(prompt)} tokens, output {position}: logits {first:.6f} and "
-                    f"{second:.6f}; ours {our}, transformers {their}",
-                    stacklevel=2,
-                )
-                return
-            raise AssertionError(
-                f"prompt of {len(prompt)} tokens, output {position}: ours {our}, transformers {their} "
-                f"(logits {first:.6f} > {second:.6f})"
-            )
+def blocks(prompt: list[int]) -> int:
+    return -(-len(prompt) // BLOCK)
 
 
-@pytest.fixture(scope="module")
-def pair(smollm2: str, transport: str) -> Iterator[tuple[Instance, Instance]]:
-    producer = instance("prefill", smollm2, transport=transport)
-    consumer = instance("decode", smollm2, transport=transport)
-    yield producer, consumer
-    consumer.close()
-    producer.close()
+def cached(answer: httpx.Response) -> int:
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-@pytest.fixture(scope="session")
-def reference(smollm2: str) -> Reference:
-    return Reference(smollm2)
+def test_twenty_prompts_through_the_router(parts: Parts, reference: Reference, expected: Expected) -> None:
+    assert f"transport={'nixl' if HAS_NIXL else 'shm'}" in parts.d.ready_line
+    for prompt, theirs in expected:
+        before = parts.d.counter("pdkv:kv_load_blocks_total")
+        answer = parts.router.ask(prompt, NEW_TOKENS)
+        assert answer.headers["x-pdkv-prefill"] == "remote"
+        assert parts.d.counter("pdkv:kv_load_blocks_total") - before == blocks(prompt), "its KV came from P"
+        assert answer.json()["choices"][0]["prompt_token_ids"] == prompt
+        reference.assert_equal(prompt, tokens_of(answer), theirs)
+    until(parts.settled)
 
 
-@pytest.fixture(scope="session")
-def expected(smollm2: str, reference: Reference) -> list[tuple[list[int], list[int]]]:
-    """Prompts with transformers' continuations."""
-    from transformers import AutoTokenizer
-
-    prompts = make_prompts(AutoTokenizer.from_pretrained(smollm2))
-    return [(prompt, reference.generate(prompt)) for prompt in prompts]
-
-
-def settle(producer: Instance, consumer: Instance) -> None:
-    """DONE has reached P and every block is idle on both sides."""
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
-        if all(idle_blocks(side) == side.info.num_blocks - 1 for side in (producer, consumer)):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"blocks are still held: P {producer.memory()}, D {consumer.memory()}")
+def test_again_with_prefix_hits_on_both_sides(parts: Parts, reference: Reference, expected: Expected) -> None:
+    for prompt, theirs in expected:
+        before = parts.d.counter("pdkv:kv_load_blocks_total")
+        answer = parts.router.ask(prompt, NEW_TOKENS)
+        assert parts.d.counter("pdkv:kv_load_blocks_total") - before == 1, "D held everything but the last block"
+        assert cached(answer) == (len(prompt) - 1) // BLOCK * BLOCK
+        reference.assert_equal(prompt, tokens_of(answer), theirs)
+    until(parts.settled)
 
 
-@pytest.fixture(scope="module")
-def chosen(expected: list[tuple[list[int], list[int]]], whole: bool) -> list[tuple[list[int], list[int]]]:
-    """All prompts, or every fourth."""
-    return expected if whole else expected[1::4]
-
-
-def test_twenty_prompts_through_p_and_d(pair, reference, chosen) -> None:
-    producer, consumer = pair
-    for index, (prompt, theirs) in enumerate(chosen):
-        source = prefill(producer, f"p{index}", prompt)
-        flight = decode(consumer, f"d{index}", prompt, source, NEW_TOKENS).wait()
-        assert len(flight.of(LoadFinished)) == 1, "the KV must have come from P"
-        reference.assert_equal(prompt, flight.tokens, theirs)
-    settle(producer, consumer)
-
-
-def test_again_with_prefix_hits_on_both_sides(pair, reference, chosen) -> None:
-    producer, consumer = pair
-    size = consumer.info.block_size
-    for index, (prompt, theirs) in enumerate(chosen[1::2]):
-        source = prefill(producer, f"again-p{index}", prompt)
-        assert source.cached_tokens == (len(prompt) - 1) // size * size
-        flight = decode(consumer, f"again-d{index}", prompt, source, NEW_TOKENS).wait()
-        (loaded,) = flight.of(LoadFinished)
-        assert loaded.blocks == 1, "everything but the last block was cached on D"
-        reference.assert_equal(prompt, flight.tokens, theirs)
-    settle(producer, consumer)
-
-
-def test_sixteen_at_once_equal_one_at_a_time(pair, reference, expected, whole) -> None:
-    if not whole:
-        pytest.skip("proved over the other transport")
-    producer, consumer = pair
+def test_sixteen_at_once_equal_one_at_a_time(parts: Parts, reference: Reference, expected: Expected) -> None:
+    """Computed afresh (another salt), so that chunks of some prompts share steps with whole ones and with decodes."""
     chosen = expected[-16:]
-    sources = [prefill(producer, f"batch-p{index}", prompt) for index, (prompt, _) in enumerate(chosen)]
-    flights = [
-        decode(consumer, f"batch-d{index}", prompt, source, NEW_TOKENS)
-        for index, ((prompt, _), source) in enumerate(zip(chosen, sources, strict=True))
-    ]
-    for flight, (prompt, theirs) in zip(flights, chosen, strict=True):
-        reference.assert_equal(prompt, flight.wait().tokens, theirs)
-    settle(producer, consumer)
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        answers = list(pool.map(lambda one: parts.router.ask(one[0], NEW_TOKENS, cache_salt="batch"), chosen))
+    for answer, (prompt, theirs) in zip(answers, chosen, strict=True):
+        assert cached(answer) == 0
+        reference.assert_equal(prompt, tokens_of(answer), theirs)
+    until(parts.settled)
 
 
-def test_chunked_prefill_and_forced_preemption(smollm2: str, transport: str, reference, pair, whole) -> None:
-    """Four prompts fill D's pool to the last block but one; their growth preempts some, which D computes in chunks."""
-    if not whole:
-        pytest.skip("proved over the other transport")
-    tokenizer = pair[0].model.tokenizer
-    prompts = [tokenizer(f"{name} came ashore. " + STORY * 5)["input_ids"][:128] for name in ("Ada", "Bo", "Cy", "Di")]
-    small = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "transport": transport}
-    producer = instance("prefill", smollm2, **small)
-    consumer = instance("decode", smollm2, num_gpu_blocks_override=1 + 4 * 8 + 1, max_model_len=160, **small)
-    try:
-        sources = [prefill(producer, f"p{index}", prompt) for index, prompt in enumerate(prompts)]
-        flights = [
-            decode(consumer, f"d{index}", prompt, source, NEW_TOKENS)
-            for index, (prompt, source) in enumerate(zip(prompts, sources, strict=True))
-        ]
-        for flight, prompt in zip(flights, prompts, strict=True):
-            reference.assert_equal(prompt, flight.wait().tokens, reference.generate(prompt))
-        assert any(flight.of(Preempted) for flight in flights), "the pool was meant to be too small"
-        settle(producer, consumer)
-    finally:
-        consumer.close()
-        producer.close()
+def test_after_a_forced_preemption(parts: Parts, reference: Reference) -> None:
+    """Four prompts of 8 blocks fill D's 33; their growth preempts some, which D then computes itself, in chunks."""
+    count = 24
+    prompts = [reference.tokenize(f"{name} came ashore. " + STORY * 5)[:128] for name in ("Ada", "Bo", "Cy", "Di")]
+    leases = [parts.p.prefill(prompt) for prompt in prompts]
+
+    def decode(number: int) -> list[int]:
+        return tokens_of(parts.small.ask(prompts[number], count, kv_transfer_params=leases[number]))
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(decode, range(len(prompts))))
+    assert parts.small.counter("pdkv:kv_load_blocks_total") == 4 * 8
+    assert parts.small.counter("vllm:num_preemptions_total") > 0, "the pool was meant to be too small"
+    for prompt, ours in zip(prompts, answers, strict=True):
+        reference.assert_equal(prompt, ours, reference.generate(prompt, count))
+    until(parts.settled)
 
 
-def test_shared_prefix_moves_only_what_d_lacks(pair, reference) -> None:
-    producer, consumer = pair
-    tokenizer = producer.model.tokenizer
-    head = tokenizer("In the shared beginning. " + STORY * 6)["input_ids"][:160]
+def test_a_shared_prefix_moves_only_what_d_lacks(parts: Parts, reference: Reference) -> None:
+    head = reference.tokenize("In the shared beginning. " + STORY * 6)[:160]
     moved = []
-    for index, tail in enumerate(("What did he write in autumn?", "Who taught him to keep the book, and why?")):
-        prompt = head + tokenizer(tail)["input_ids"]
-        flight = decode(consumer, f"sd{index}", prompt, prefill(producer, f"sp{index}", prompt), 8).wait()
-        (loaded,) = flight.of(LoadFinished)
-        assert loaded.moved_bytes == loaded.blocks * consumer.info.bytes_per_block
-        moved.append((len(prompt), loaded.blocks))
-        reference.assert_equal(prompt, flight.tokens, reference.generate(prompt, 8))
-    assert moved[0][1] == -(-moved[0][0] // 16)
-    assert moved[1][1] == -(-moved[1][0] // 16) - len(head) // 16
-    settle(producer, consumer)
+    for tail in ("What did he write in autumn?", "Who taught him to keep the book, and why?"):
+        prompt = head + reference.tokenize(tail)
+        before = [parts.d.counter(name) for name in ("pdkv:kv_load_blocks_total", "vllm:nixl_bytes_transferred_sum")]
+        ours = tokens_of(parts.router.ask(prompt, NEW_TOKENS))
+        after = [parts.d.counter(name) for name in ("pdkv:kv_load_blocks_total", "vllm:nixl_bytes_transferred_sum")]
+        moved.append((blocks(prompt), after[0] - before[0]))
+        assert after[1] - before[1] == moved[-1][1] * parts.d.memory()["bytes_per_block"]
+        reference.assert_equal(prompt, ours, reference.generate(prompt, NEW_TOKENS))
+    assert [loaded for _, loaded in moved] == [moved[0][0], moved[1][0] - len(head) // BLOCK]
+    until(parts.settled)
+
+
+def test_text_is_tokenised_as_transformers_does(parts: Parts, reference: Reference) -> None:
+    text = "Zürich liegt in der Schweiz. 🧪 def f(n):\n    return n"
+    choice = parts.router.ask(text, 4).json()["choices"][0]
+    assert choice["prompt_token_ids"] == reference.tokenize(text)

@@ -1,0 +1,108 @@
+"""`pdkv serve prefill|decode|router`, each a process of its own, as on several hosts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdkv.serve.params import PREFILL_LEG
+
+HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl"))
+INSTANCE = ("--port", "0", "--threads", "1", "--max-model-len", "2048", "--debug")
+
+
+class Part:
+    """One of the three, in a process group of its own (its mover included)."""
+
+    def __init__(self, log: Path, *arguments: str, **environment: str) -> None:
+        self.log = log
+        with log.open("ab") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pdkv", "serve", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+                env={**os.environ, **environment},
+            )
+
+    def ready(self) -> Part:
+        """Waits for the ready line."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, f"no ready line: {line!r}; log:\n{self.log.read_text()[-3000:]}"
+        self.ready_line, self.url = line, found[0]
+        return self
+
+    def ask(self, prompt: str | list[int], max_tokens: int, **more: Any) -> httpx.Response:
+        """A greedy completion of exactly so many tokens, with their ids."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **more}
+        return httpx.post(f"{self.url}/v1/completions", json={"return_token_ids": True, **body}, timeout=120)
+
+    def prefill(self, prompt: str | list[int], **more: Any) -> dict[str, Any]:
+        """P's leg, as a router would ask for it: the ``kv_transfer_params`` for D."""
+        answer = self.ask(prompt, 1, kv_transfer_params=PREFILL_LEG, **more)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json()["kv_transfer_params"])
+
+    def memory(self) -> dict[str, Any]:
+        """An instance's ledger."""
+        (one,) = httpx.get(f"{self.url}/debug/memory", timeout=30).json()["instances"]
+        return dict(one)
+
+    def idle(self) -> bool:
+        """Every block of an instance is free or cached."""
+        one = self.memory()
+        return bool(one["accounts"]["free"] + one["accounts"]["cached"] == one["num_blocks"] - 1)
+
+    def counter(self, name: str) -> float:
+        """A metric of an instance, summed over all labels but the name."""
+        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30).text)
+        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+    def mover(self) -> psutil.Process:
+        """The process that alone may transfer."""
+        movers = [one for one in psutil.Process(self.process.pid).children() if "pdkv.runtime.mover" in one.cmdline()]
+        (mover,) = movers
+        return mover
+
+    def signal(self, number: int) -> None:
+        """To all of its group."""
+        os.killpg(self.process.pid, number)
+
+    def end(self) -> None:
+        """Nothing of the group is left."""
+        try:
+            self.signal(signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def tokens_of(answer: httpx.Response) -> list[int]:
+    """Ids of the sampled tokens; the answer must be one."""
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["choices"][0]["token_ids"])
+
+
+def until(what: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Wait for ``what``; fails after ``timeout_s``."""
+    end = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.1)
