@@ -23,7 +23,7 @@ from core_work import (
 )
 
 from pdkv.core.blocks.groups import FullGroup, Group, WindowGroup
-from pdkv.core.blocks.hashing import HashFunction, extend_hashes, raw_hash, raw_sha256
+from pdkv.core.blocks.hashing import HashChain, HashFunction, extend_hashes, raw_hash, raw_sha256
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.blocks.vllm_hashing import vllm_hash
 from pdkv.core.config import EngineConfig
@@ -78,7 +78,7 @@ class Side:
         function = functions.get(algorithm) or vllm_hash(
             algorithm, python_hash_seed="0", xxh3_128=xxhash.xxh3_128_digest
         )
-        tokens, found = self._keep("million", lambda: random_tokens(MILLION, 1)), []
+        tokens, found = self._keep("million", lambda: random_tokens(MILLION, 1)), HashChain()
         with Stopwatch() as watch:
             extend_hashes(found, tokens, BLOCK, function)
         return watch.seconds, found[-1].hex()

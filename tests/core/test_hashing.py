@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from pdkv.core.blocks.encoding import cbor
 from pdkv.core.blocks.extra_keys import ContentKeys, LoraAdapter, MultimodalItem
-from pdkv.core.blocks.hashing import NONE_HASH, extend_hashes, raw_sha256
+from pdkv.core.blocks.hashing import NONE_HASH, HashChain, extend_hashes, raw_sha256
 
 
 def hashes_of(tokens: list[int], block_size: int = 4, salt: str | None = None) -> list[bytes]:
-    hashes: list[bytes] = []
+    hashes = HashChain()
     extend_hashes(hashes, np.asarray(tokens, dtype=np.int32), block_size, raw_sha256, ContentKeys(cache_salt=salt))
-    return hashes
+    return list(hashes)
 
 
 def test_definition() -> None:
@@ -47,20 +47,20 @@ def test_salt_separates_every_block() -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=60), st.lists(st.integers(0, 60)), st.integers(1, 7))
 def test_incremental_equals_one_shot(tokens: list[int], cuts: list[int], block_size: int) -> None:
-    hashes: list[bytes] = []
+    hashes = HashChain()
     for cut in (*sorted(cuts), len(tokens)):
         extend_hashes(
             hashes, np.asarray(tokens[:cut], dtype=np.int32), block_size, raw_sha256, ContentKeys(cache_salt="salt")
         )
-    assert hashes == hashes_of(tokens, block_size, "salt")
+    assert list(hashes) == hashes_of(tokens, block_size, "salt")
 
 
 def test_views_of_any_layout_hash_the_same() -> None:
     wide = np.repeat(np.arange(8, dtype=np.int32), 2)
     assert hashes_of(list(range(8))) == hashes_of(wide[::2].tolist())
-    hashes: list[bytes] = []
+    hashes = HashChain()
     extend_hashes(hashes, wide[::2], 4, raw_sha256, ContentKeys())
-    assert hashes == hashes_of(list(range(8)))
+    assert list(hashes) == hashes_of(list(range(8)))
 
 
 def test_extra_keys_stand_in_the_order_of_the_reference_and_where_they_belong() -> None:
@@ -85,9 +85,9 @@ def test_what_differs_in_extra_keys_shares_nothing_from_there_on() -> None:
         ContentKeys(multimodal=(MultimodalItem("x", 5, 2),)),
         ContentKeys(multimodal=(MultimodalItem("x", 6, 2),)),
     ]
-    chains: list[list[bytes]] = []
+    chains: list[HashChain] = []
     for source in sources:
-        chains.append([])
+        chains.append(HashChain())
         extend_hashes(chains[-1], tokens, 4, raw_sha256, source)
     assert len({chain[0] for chain in chains}) == 3  # the items begin in the second unit
     assert all(len({chain[i] for chain in chains}) == len(chains) for i in (1, 2, 3))

@@ -17,13 +17,11 @@ from pdkv.core.ports import Admitted, Finished, InboxItem, NewRequest, Preempted
 def snapshot(engine: Engine) -> dict[str, Any]:
     """Everything that decides what happens next."""
     manager, pool = engine.manager, engine.manager.pool
-    index = pool.indexes[0]
     return {
         "tables": {key: manager.blocks_of(key).tolist() for key in manager._holders},
         "registered": {key: holder.groups[0].num_hashed for key, holder in manager._holders.items()},
         "free": pool.free_order().tolist(),
-        "hits": {key: index.lookup([key]).tolist() for key in index._first},  # type: ignore[attr-defined]
-        "twins": {key: list(twins) for key, twins in index._twins.items()},  # type: ignore[attr-defined]
+        "index": pool.indexes[0].contents(),
         "counts": pool.ledger.as_dict(),
         "peaks": pool.ledger.peaks_as_dict(),
         "requests": {

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from pdkv.core.blocks import encoding
 from pdkv.core.blocks.extra_keys import ContentKeys, MultimodalItem
-from pdkv.core.blocks.hashing import HashFunction, extend_hashes, raw_hash
+from pdkv.core.blocks.hashing import HashChain, HashFunction, extend_hashes, raw_hash
 from pdkv.core.blocks.vllm_hashing import VLLM_ALGORITHMS, vllm_hash
 from pdkv.errors import ConfigError
 
@@ -77,7 +77,7 @@ def ours(case: Case, cuts: tuple[int, ...] = ()) -> list[str]:
         multimodal=tuple(MultimodalItem(*item) for item in case["multimodal"]),
         prompt_embeds=embeds,
     )
-    function, tokens, hashes = function_of(case), np.asarray(case["tokens"], dtype=np.int32), []
+    function, tokens, hashes = function_of(case), np.asarray(case["tokens"], dtype=np.int32), HashChain()
     for cut in (*cuts, len(tokens)):
         extend_hashes(hashes, tokens[:cut], case["block_size"], function, content)
     return [digest.hex() for digest in hashes]

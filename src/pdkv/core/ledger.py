@@ -2,16 +2,24 @@
 
 Owners hold blocks in accounts; a block that several owners hold is counted once, in the account of the highest
 precedence. Everything that shows memory (`/debug/memory`, metrics, reports, fault tests) reads this.
+
+Pools have many blocks, but at any time these are in few different states ("one owner, running, content can be hit").
+So each state has a number, one array says which number each block has, and a change is looked up once for all blocks
+that are in the same state.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.core.ports import Int32Array
+from pdkv.core.ports import BoolArray, Int32Array
 
 
 class Account(enum.IntEnum):
@@ -29,90 +37,229 @@ class Account(enum.IntEnum):
     NULL = 9  # block 0
 
 
-_HELD = slice(Account.RETAINED, Account.QUARANTINE + 1)
+class Change(NamedTuple):
+    """What happens to a block: an owner leaves ``source``, one enters ``target``, its content becomes ``hashed``."""
+
+    source: Account | None = None
+    target: Account | None = None
+    hashed: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockState:
+    """All there is to say about a block: owners by account (``holds[account]``), and whether its content can be hit."""
+
+    holds: tuple[int, ...]
+    hashed: bool
+
+    @property
+    def owners(self) -> int:
+        """How many hold it, over all accounts; nobody owns the null block."""
+        return sum(self.holds[: Account.NULL])
+
+    @property
+    def account(self) -> Account:
+        """Of the accounts it is held in that of the highest precedence; if nobody holds it, what its content says."""
+        held = [account for account in Account if self.holds[account]]
+        return max(held) if held else Account.CACHED if self.hashed else Account.FREE
+
+    def after(self, change: Change) -> BlockState:
+        """The state that ``change`` leads to; raises ``AssertionError`` when nobody is there to leave (our own bug)."""
+        holds = list(self.holds)
+        if change.source is not None:
+            assert holds[change.source] > 0, f"release or move of blocks not held in {change.source.name}"
+            holds[change.source] -= 1
+        if change.target is not None:
+            holds[change.target] += 1
+        return BlockState(tuple(holds), self.hashed if change.hashed is None else change.hashed)
+
+
+_FREE = BlockState((0,) * len(Account), hashed=False)
+_NULL = BlockState(tuple(int(account is Account.NULL) for account in Account), hashed=False)
+
+_HOLD = [Change(target=account) for account in Account]
+_CLAIM = [Change(target=account, hashed=False) for account in Account]
+_RELEASE = [Change(source=account) for account in Account]
+_HASHED = [Change(hashed=False), Change(hashed=True)]
+
+_EMPTY = np.empty(0, dtype=np.int32)
+_MOST_STATES = 4096  # beyond so many, numbers that no block has any more are given out anew
 
 
 class Ledger:
-    """Counts holds per block and account, and blocks per account; every change costs O(blocks that changed).
+    """Holds of blocks, and blocks per account. A change costs a few array operations, whatever states it meets.
 
-    ``counts`` and ``peaks`` are int64[10] by `Account`. A hold is one owner's claim: the same owner may not hold a
+    ``counts`` and ``peaks`` are lists by `Account`. A hold is one owner's claim: the same owner may not hold a
     block twice in one call (tables never repeat a block).
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._holds = np.zeros((len(Account), num_blocks), dtype=np.uint32)
-        self._hashed = np.zeros(num_blocks, dtype=np.bool_)
-        self._account: npt.NDArray[np.uint8] = np.zeros(num_blocks, dtype=np.uint8)
-        self._account[0] = Account.NULL
-        self.counts = np.bincount(self._account, minlength=len(Account)).astype(np.int64)
+        self._number: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)  # of the state each block is in
+        self._single = self._number.data  # the same memory: for one block this is faster than numpy
+        self._most_states = _MOST_STATES
+        self._name_states([_FREE, _NULL])
+        self._number[0] = 1
+        self.counts = [0] * len(Account)
+        self.counts[Account.FREE], self.counts[Account.NULL] = num_blocks - 1, 1
         self.peaks = self.counts.copy()
+
+    # ------------------------------------------------------------------------------------------------------ changing
 
     def hold(self, blocks: Int32Array, account: Account) -> None:
         """One more owner of ``blocks`` in ``account``."""
-        self._holds[account, blocks] += 1
-        self._settle(blocks)
+        self._change(blocks, _HOLD[account])
 
-    def release(self, blocks: Int32Array, account: Account) -> None:
-        """One owner fewer; raises ``AssertionError`` if there was none (our own bug)."""
-        assert bool((self._holds[account, blocks] > 0).all()), f"release of blocks not held in {account.name}"
-        self._holds[account, blocks] -= 1
-        self._settle(blocks)
+    def claim(self, blocks: Int32Array, account: Account) -> Int32Array:
+        """The first owner of ``blocks``, whose content is given up; returns those whose content could be hit so far."""
+        leads, numbers = self._change(blocks, _CLAIM[account])
+        return _of(blocks, numbers, leads, [before for before in leads if self._states[before].hashed])
+
+    def release(self, blocks: Int32Array, account: Account) -> tuple[Int32Array, Int32Array]:
+        """One owner fewer; returns those that nobody holds any more: the ones without content, the ones with.
+
+        Raises ``AssertionError`` if there was no owner (our own bug).
+        """
+        leads, numbers = self._change(blocks, _RELEASE[account])
+        free = [before for before, after in leads.items() if self._account[after] == Account.FREE]
+        cached = [before for before, after in leads.items() if self._account[after] == Account.CACHED]
+        return _of(blocks, numbers, leads, free), _of(blocks, numbers, leads, cached)
 
     def move(self, blocks: Int32Array, source: Account, target: Account) -> None:
         """The same owner, another account."""
-        assert bool((self._holds[source, blocks] > 0).all()), f"move of blocks not held in {source.name}"
-        self._holds[source, blocks] -= 1
-        self._holds[target, blocks] += 1
-        self._settle(blocks)
+        self._change(blocks, Change(source, target))
 
-    def set_hashed(self, blocks: Int32Array, hashed: bool) -> None:
-        """Content of ``blocks`` can (no longer) be hit: decides between CACHED and FREE when nobody holds them."""
-        self._hashed[blocks] = hashed
-        self._settle(blocks)
+    def set_hashed(self, blocks: Int32Array, hashed: bool) -> Int32Array:
+        """Content of ``blocks`` can (no longer) be hit; returns those of which it could before."""
+        leads, numbers = self._change(blocks, _HASHED[hashed])
+        return _of(blocks, numbers, leads, [before for before in leads if self._states[before].hashed])
 
-    def hashed(self, blocks: Int32Array) -> npt.NDArray[np.bool_]:
+    def _change(self, blocks: Int32Array, change: Change) -> tuple[dict[int, int], Int32Array | None]:
+        """Put ``blocks`` into the states that ``change`` leads to.
+
+        Returns these by the number of the state before, and the numbers before as `_tally` does.
+        """
+        if len(self._states) > self._most_states:
+            self._drop_unused_states()
+        amounts, numbers = self._tally(blocks)
+        known = self._leads[change]
+        leads = {before: known[before] if before in known else self._lead(before, change) for before in amounts}
+        if len(blocks) == 1:
+            self._single[blocks.item()] = next(iter(leads.values()))
+        elif numbers is not None:
+            table = np.zeros(max(leads) + 1, dtype=np.int32)
+            table[list(leads)] = list(leads.values())
+            self._number[blocks] = table.take(numbers)
+        elif leads:
+            self._number[blocks] = next(iter(leads.values()))
+        self._count(leads, amounts)
+        return leads, numbers
+
+    def _tally(self, blocks: Int32Array) -> tuple[dict[int, int], Int32Array | None]:
+        """How many of ``blocks`` are in which state; and int32[n], each one's number, ``None`` if all are the same."""
+        if len(blocks) == 1:
+            return {self._single[blocks.item()]: 1}, None
+        if not len(blocks):
+            return {}, None
+        numbers = self._number.take(blocks)
+        first = numbers.item(0)
+        if not np.count_nonzero(numbers != first):
+            return {first: len(blocks)}, None
+        tally = np.bincount(numbers)
+        return {number: tally.item(number) for number in np.flatnonzero(tally).tolist()}, numbers
+
+    def _count(self, leads: dict[int, int], amounts: dict[int, int]) -> None:
+        counts, account = self.counts, self._account
+        for before, after in leads.items():
+            counts[account[before]] -= amounts[before]
+            counts[account[after]] += amounts[before]
+        for after in leads.values():
+            if counts[account[after]] > self.peaks[account[after]]:
+                self.peaks[account[after]] = counts[account[after]]
+
+    # ---------------------------------------------------------------------------------------- states and their numbers
+
+    def _name_states(self, states: list[BlockState]) -> None:
+        """Number ``states`` from 0 on; those met later follow."""
+        self._states = states
+        self._numbers = {state: number for number, state in enumerate(states)}
+        self._account = [state.account for state in states]
+        self._leads: defaultdict[Change, dict[int, int]] = defaultdict(dict)
+
+    def _lead(self, before: int, change: Change) -> int:
+        """The number of the state that ``change`` leads to from state number ``before``."""
+        after = self._leads[change].get(before)
+        if after is None:
+            state = self._states[before].after(change)
+            after = self._numbers.setdefault(state, len(self._states))
+            if after == len(self._states):
+                self._states.append(state)
+                self._account.append(state.account)
+            self._leads[change][before] = after
+        return after
+
+    def _drop_unused_states(self) -> None:
+        used = np.flatnonzero(np.bincount(self._number))
+        renumbered = np.zeros(len(self._states), dtype=np.int32)
+        renumbered[used] = np.arange(len(used))
+        self._number[:] = renumbered[self._number]
+        self._name_states([self._states[number] for number in used.tolist()])
+        self._most_states = max(_MOST_STATES, 2 * len(used))
+
+    # ------------------------------------------------------------------------------------------------------- looking
+
+    def hashed(self, blocks: Int32Array) -> BoolArray:
         """bool[n]: which of ``blocks`` carry content that can be hit."""
-        return self._hashed[blocks]
+        by_number: BoolArray = np.array([state.hashed for state in self._states])
+        return by_number[self._number[blocks]]
 
     @property
     def num_hashed(self) -> int:
         """Blocks that carry a hash, held or not."""
-        return int(self._hashed.sum())
+        return int(self.hashed(np.arange(self.num_blocks, dtype=np.int32)).sum())
 
     def holders(self, blocks: Int32Array) -> npt.NDArray[np.int64]:
         """int64[n]: owners of each block over all accounts (its reference count)."""
-        owners: npt.NDArray[np.int64] = self._holds[:, blocks].sum(axis=0, dtype=np.int64)
-        return owners
+        by_number: npt.NDArray[np.int64] = np.array([state.owners for state in self._states])
+        return by_number[self._number[blocks]]
+
+    def idle(self, blocks: Int32Array) -> Int32Array:
+        """int32[m]: those of ``blocks`` that nobody holds, in order."""
+        amounts, numbers = self._tally(blocks)
+        return _of(blocks, numbers, amounts, [number for number in amounts if self._account[number] <= Account.CACHED])
 
     def account_of(self, block: int) -> Account:
         """The one account ``block`` is in."""
-        return Account(int(self._account[block]))
-
-    def _settle(self, blocks: Int32Array) -> None:
-        held = self._holds[_HELD, blocks] > 0
-        top = Account.QUARANTINE - np.argmax(held[::-1], axis=0)
-        after = np.where(held.any(axis=0), top, self._hashed[blocks].astype(np.int64)).astype(np.uint8)
-        before = self._account[blocks]
-        self.counts -= np.bincount(before, minlength=len(Account))
-        self.counts += np.bincount(after, minlength=len(Account))
-        self._account[blocks] = after
-        np.maximum(self.peaks, self.counts, out=self.peaks)
+        return self._account[self._single[block]]
 
     def as_dict(self) -> dict[str, int]:
         """Blocks per account, by the account's lower-case name; sums to ``num_blocks``."""
-        return {account.name.lower(): int(self.counts[account]) for account in Account}
+        return {account.name.lower(): self.counts[account] for account in Account}
 
     def peaks_as_dict(self) -> dict[str, int]:
         """Largest number of blocks each account ever had, by name."""
-        return {account.name.lower(): int(self.peaks[account]) for account in Account}
+        return {account.name.lower(): self.peaks[account] for account in Account}
 
     def check(self) -> None:
-        """Recount from the holds; raises ``AssertionError`` on any difference."""
-        expected = self._hashed.astype(np.uint8)
-        for account in range(Account.RETAINED, Account.NULL):
-            expected[self._holds[account] > 0] = account
-        expected[0] = Account.NULL
-        assert np.array_equal(expected, self._account), "ledger: an account differs from its holds"
-        assert np.array_equal(np.bincount(expected, minlength=len(Account)), self.counts), "ledger: counts differ"
-        assert int(self.counts.sum()) == self.num_blocks, "ledger: accounts do not add up to the pool"
+        """Recount from the states; raises ``AssertionError`` on any difference."""
+        amounts = np.bincount(self._number, minlength=len(self._states)).tolist()
+        counts = [0] * len(Account)
+        for state, amount in zip(self._states, amounts, strict=True):
+            counts[state.account] += amount
+        assert counts == self.counts, "ledger: counts differ"
+        assert sum(counts) == self.num_blocks, "ledger: accounts do not add up to the pool"
+        assert [state.account for state in self._states] == self._account, "ledger: the account of a state differs"
+        assert self._account[self._single[0]] is Account.NULL, "ledger: block 0 is not the null block"
+        assert all(peak >= count for peak, count in zip(self.peaks, counts, strict=True)), "ledger: a peak was missed"
+
+
+def _of(blocks: Int32Array, numbers: Int32Array | None, met: Collection[int], chosen: list[int]) -> Int32Array:
+    """int32[m]: those of ``blocks`` whose number is ``chosen``, in order; ``met`` are all the numbers they have."""
+    if len(chosen) == len(met):
+        return blocks
+    if not chosen:
+        return _EMPTY
+    assert numbers is not None
+    table = np.zeros(max(met) + 1, dtype=np.bool_)
+    table[chosen] = True
+    return blocks[table.take(numbers)]

@@ -1,4 +1,4 @@
-"""The order in which free blocks are handed out: a ring of (block, stamp) with lazy removal."""
+"""The order in which free blocks are handed out: a ring of blocks, and where in it each block stands."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import numpy as np
 
 from pdkv.core.ports import BoolArray, Int32Array
 
+_OUT = -1  # the place of a block that is not queued
+
 
 class FreeQueue:
     """Free blocks, next to be handed out first. Head, tail and removal by block all cost O(blocks touched).
 
-    A ring entry is valid while its stamp equals the block's stamp; taking a block out from the middle (a prefix hit)
-    only bumps the stamp. When stale entries fill the ring it is rewritten without them, which is O(1) amortised.
+    An entry of the ring is valid while its block says that it stands there: taking a block out of the middle (a prefix
+    hit) only changes the block's place. When an end of the ring is reached it is rewritten around its middle, without
+    the entries that are valid no more, which is O(1) amortised.
     """
 
     def __init__(self, blocks: Int32Array, num_blocks: int) -> None:
-        self._stamp = np.zeros(num_blocks, dtype=np.int64)
-        self._queued = np.zeros(num_blocks, dtype=np.bool_)
-        self._capacity = 4 * num_blocks + 4
-        self._blocks = np.zeros(self._capacity, dtype=np.int32)
-        self._stamps = np.full(self._capacity, -1, dtype=np.int64)
+        self._place = np.full(num_blocks, _OUT, dtype=np.int32)
+        self._capacity = 2 * num_blocks + 16
+        self._ring = np.zeros(self._capacity, dtype=np.int32)
+        # the same memory: for one block this is faster than numpy
+        self._single_place, self._single_ring = self._place.data, self._ring.data
         self._head = self._tail = self._capacity // 2
         self._len = 0
         self.append(blocks)
@@ -29,58 +32,79 @@ class FreeQueue:
 
     def append(self, blocks: Int32Array) -> None:
         """Put ``blocks`` at the tail, in order: they are handed out last."""
+        if not len(blocks):
+            return
         self._make_room(len(blocks))
-        at = slice(self._tail, self._tail + len(blocks))
+        self._enter(self._tail, blocks)
         self._tail += len(blocks)
-        self._enter(at, blocks)
 
     def prepend(self, blocks: Int32Array) -> None:
         """Put ``blocks`` at the head, in order: ``blocks[0]`` is handed out next."""
+        if not len(blocks):
+            return
         self._make_room(len(blocks))
-        at = slice(self._head - len(blocks), self._head)
         self._head -= len(blocks)
-        self._enter(at, blocks)
+        self._enter(self._head, blocks)
 
     def remove(self, blocks: Int32Array) -> None:
         """Take queued ``blocks`` out, wherever they stand."""
-        assert bool(self._queued[blocks].all()), "free queue: removal of a block that is not free"
-        self._stamp[blocks] += 1
-        self._queued[blocks] = False
+        if not len(blocks):
+            return
+        assert np.count_nonzero(self._place.take(blocks) == _OUT) == 0, "free queue: removal of a block not free"
+        self._place[blocks] = _OUT
         self._len -= len(blocks)
 
     def pop(self, count: int) -> Int32Array:
         """int32[count] from the head; the caller has checked that there are that many."""
         assert count <= self._len, f"free queue: {count} blocks asked, {self._len} free"
+        if count == 1:
+            return self._pop_one()
         taken: list[Int32Array] = []
         missing = count
         while missing:
-            window = slice(self._head, min(self._head + max(missing, 16), self._tail))
-            blocks = self._blocks[window]
-            valid = np.flatnonzero(self._valid(window))[:missing]
-            taken.append(blocks[valid].copy())
-            missing -= len(valid)
-            self._head = window.stop if missing else window.start + int(valid[-1]) + 1
-        out = np.concatenate(taken) if taken else np.empty(0, dtype=np.int32)
-        self._stamp[out] += 1
-        self._queued[out] = False
+            start, stop = self._head, min(self._head + max(missing, 16), self._tail)
+            blocks, valid = self._ring[start:stop], self._valid(start, stop)
+            if np.count_nonzero(valid) < len(valid) or len(valid) > missing:
+                entries = np.flatnonzero(valid)[:missing]
+                stop = start + int(entries[-1]) + 1 if len(entries) == missing else stop
+                blocks = blocks[entries]
+            taken.append(blocks)
+            missing -= len(blocks)
+            self._head = stop
+        out = taken[0].copy() if len(taken) == 1 else np.concatenate(taken) if taken else np.empty(0, dtype=np.int32)
+        self._place[out] = _OUT
         self._len -= count
         return out
 
+    def _pop_one(self) -> Int32Array:
+        ring, place, head = self._single_ring, self._single_place, self._head
+        while place[ring[head]] != head:
+            head += 1
+        block = ring[head]
+        place[block] = _OUT
+        self._head = head + 1
+        self._len -= 1
+        return np.asarray([block], dtype=np.int32)
+
     def order(self) -> Int32Array:
         """int32[len]: a copy of the queue, head first."""
-        window = slice(self._head, self._tail)
-        return self._blocks[window][self._valid(window)].copy()
+        blocks: Int32Array = self._ring[self._head : self._tail][self._valid(self._head, self._tail)]
+        return blocks
 
-    def _valid(self, window: slice) -> BoolArray:
-        blocks = self._blocks[window]
-        valid: BoolArray = (self._stamps[window] == self._stamp[blocks]) & self._queued[blocks]
+    def _valid(self, start: int, stop: int) -> BoolArray:
+        valid: BoolArray = self._place.take(self._ring[start:stop]) == np.arange(start, stop, dtype=np.int32)
         return valid
 
-    def _enter(self, at: slice, blocks: Int32Array) -> None:
-        assert not self._queued[blocks].any(), "free queue: a block freed twice"
-        self._blocks[at] = blocks
-        self._stamps[at] = self._stamp[blocks]
-        self._queued[blocks] = True
+    def _enter(self, start: int, blocks: Int32Array) -> None:
+        """Write ``blocks`` to the ring from ``start`` on."""
+        if len(blocks) == 1:
+            block = blocks.item()
+            assert self._single_place[block] == _OUT, "free queue: a block freed twice"
+            self._single_ring[start], self._single_place[block] = block, start
+        else:
+            assert np.count_nonzero(self._place.take(blocks) != _OUT) == 0, "free queue: a block freed twice"
+            self._ring[start : start + len(blocks)] = blocks
+            self._place[blocks] = np.arange(start, start + len(blocks), dtype=np.int32)
         self._len += len(blocks)
 
     def _make_room(self, count: int) -> None:
@@ -90,12 +114,11 @@ class FreeQueue:
         order = self.order()
         self._head = (self._capacity - len(order)) // 2
         self._tail = self._head + len(order)
-        window = slice(self._head, self._tail)
-        self._blocks[window] = order
-        self._stamps[window] = self._stamp[order]
+        self._ring[self._head : self._tail] = order
+        self._place[order] = np.arange(self._head, self._tail, dtype=np.int32)
 
     def check(self) -> None:
         """Recount; raises ``AssertionError`` on any difference."""
         order = self.order()
-        assert len(order) == self._len == int(self._queued.sum()), "free queue: length differs"
+        assert len(order) == self._len == int(np.count_nonzero(self._place != _OUT)), "free queue: length differs"
         assert len(np.unique(order)) == len(order), "free queue: a block stands twice"

@@ -7,10 +7,11 @@ give vLLM's digests in `pdkv.core.blocks.vllm_hashing`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from pdkv.core.blocks.encoding import cbor
 from pdkv.core.blocks.extra_keys import ContentKeys, ExtraKeys, ExtraKeySource
@@ -70,8 +71,62 @@ def raw_hash(digest: DigestFunction, none_hash: bytes) -> HashFunction:
 raw_sha256 = raw_hash(sha256_digest, NONE_HASH)
 
 
+class HashChain(Sequence[bytes]):
+    """The hashes of one sequence, one digest a unit, side by side in an array that grows by doubling.
+
+    Reads like a list of bytes. A slice is a view of the same memory, which stays as it is while the chain grows.
+    """
+
+    __slots__ = ("_digests", "_len")
+
+    def __init__(self, digests: npt.NDArray[Any] | None = None) -> None:
+        self._digests = digests
+        self._len = 0 if digests is None else len(digests)
+
+    def __len__(self) -> int:
+        return self._len
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> HashChain: ...
+    def __getitem__(self, index: int | slice) -> bytes | HashChain:
+        if self._digests is None:
+            if isinstance(index, slice):
+                return self
+            raise IndexError("an empty chain")
+        if isinstance(index, slice):
+            return HashChain(self._digests[: self._len][index])
+        if not -self._len <= index < self._len:
+            raise IndexError(f"hash {index} of {self._len}")
+        digest: bytes = self._digests.item(index if index >= 0 else self._len + index)
+        return digest
+
+    def extend(self, digests: Sequence[bytes]) -> None:
+        """Append ``digests``, all of one size."""
+        if not digests:
+            return
+        end = self._len + len(digests)
+        if self._digests is None:
+            self._digests = np.frombuffer(b"".join(digests), dtype=f"V{len(digests[0])}").copy()
+        else:
+            if end > len(self._digests):
+                grown = np.empty(end + end // 4 + 4, dtype=self._digests.dtype)
+                grown[: self._len] = self._digests[: self._len]
+                self._digests = grown
+            if len(digests) == 1:
+                self._digests[self._len] = digests[0]
+            else:
+                self._digests[self._len : end] = np.frombuffer(b"".join(digests), dtype=self._digests.dtype)
+        self._len = end
+
+    def joined(self, first: int, last: int) -> bytes:
+        """Digests ``first:last``, one behind the other."""
+        return b"" if self._digests is None else self._digests[first:last].tobytes()
+
+
 def extend_hashes(
-    hashes: list[bytes],
+    hashes: HashChain,
     tokens: Int32Array,
     block_size: int,
     function: HashFunction,
@@ -91,4 +146,4 @@ def extend_hashes(
             starts = range(first * block_size, last * block_size, block_size)
             keys = {row: found for row, start in enumerate(starts) if (found := source.of(start, start + block_size))}
     blocks = tokens[first * block_size : last * block_size].reshape(-1, block_size)
-    hashes += function(hashes[-1] if hashes else None, blocks, keys)
+    hashes.extend(function(hashes[-1] if first else None, blocks, keys))

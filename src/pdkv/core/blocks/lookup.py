@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdkv.core.blocks.groups import FullGroup
+from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.holders import Hit
 from pdkv.core.blocks.kinds.base import JointIndex, Kind
 from pdkv.core.ports import Int32Array
@@ -44,7 +45,7 @@ class PrefixLookup:
         self._parts.sort(key=lambda part: not part.full)
         self._one_pass = len(self._parts) == 1 or (len(self._parts) == 2 and self._parts[0].full)
 
-    def find(self, hashes: Sequence[bytes], max_tokens: int) -> Hit:
+    def find(self, hashes: HashChain, max_tokens: int) -> Hit:
         """At most ``max_tokens`` tokens that all groups have."""
         tokens, longest = max_tokens, 0
         looked: set[int] = set()

@@ -11,7 +11,7 @@ import numpy as np
 
 from pdkv.core.blocks.groups import FullGroup, Granularity, Group
 from pdkv.core.blocks.holders import GroupHold, Hit, Holder, no_hit
-from pdkv.core.blocks.kinds import kind_of
+from pdkv.core.blocks.kinds import index_for, kind_of
 from pdkv.core.blocks.kinds.base import Demand, Settings
 from pdkv.core.blocks.kinds.state import StateKind
 from pdkv.core.blocks.lookup import PrefixLookup
@@ -43,7 +43,8 @@ class KVCacheManager:
         max_in_flight_tokens: int | None = None,
         retention_interval: int | None = 0,
     ) -> None:
-        self.pool = BlockPool(num_blocks, enable_caching=enable_caching, num_groups=len(groups))
+        indexes = [index_for(spec, num_blocks) for spec in groups]
+        self.pool = BlockPool(num_blocks, enable_caching=enable_caching, indexes=indexes)
         self.sizes = sizes
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * num_blocks)

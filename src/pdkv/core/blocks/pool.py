@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pdkv.core.blocks.free_queue import FreeQueue
+from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.kv_events import AllBlocksCleared, BlockRemoved, KvEvent
-from pdkv.core.blocks.prefix_index import DictPrefixIndex, PrefixIndex
+from pdkv.core.blocks.prefix_index import PrefixIndex
 from pdkv.core.blocks.residency import Residency
+from pdkv.core.blocks.tables import NULL_BLOCK
 from pdkv.core.ledger import Account, Ledger
 from pdkv.core.ports import Int32Array
 
@@ -19,19 +23,19 @@ class BlockPool:
     they are handed out again. Block arrays passed in never contain the null block.
     """
 
-    def __init__(self, num_blocks: int, *, enable_caching: bool = True, num_groups: int = 1) -> None:
+    def __init__(self, num_blocks: int, *, enable_caching: bool = True, indexes: Sequence[PrefixIndex]) -> None:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.ledger = Ledger(num_blocks)
-        self.indexes: tuple[PrefixIndex, ...] = tuple(DictPrefixIndex(num_blocks) for _ in range(num_groups))
+        self.indexes = tuple(indexes)  # by group
         self.events: list[KvEvent] | None = None  # KV events since they were last taken; None: nobody wants them
         self.residency: Residency | None = None
         self.copies: list[
             tuple[int, int, int]
         ] = []  # (group, source, target) pinned for the next plan, not yet handed to it
         self._group = np.zeros(num_blocks, dtype=np.uint8)  # of hashed blocks: whose content it is
-        self._covered = np.zeros(num_blocks, dtype=np.int32)  # of hashed blocks: tokens up to the end of the content
+        self._partial: dict[int, int] = {}  # of hashed blocks that are not full: tokens up to the end of the content
         self._queue = FreeQueue(np.arange(1, num_blocks, dtype=np.int32), num_blocks)
 
     @property
@@ -48,27 +52,36 @@ class BlockPool:
     def take(self, count: int, account: Account) -> Int32Array:
         """int32[count] new blocks from the head of the free queue; they lose their hashes."""
         blocks = self._queue.pop(count)
-        self.unregister(blocks)
-        self.ledger.hold(blocks, account)
+        self._forget(self.ledger.claim(blocks, account))
         if self.residency is not None:
             self.residency.allocated(blocks)
         return blocks
 
     def unregister(self, blocks: Int32Array) -> None:
         """The content of ``blocks`` can no longer be hit."""
-        hashed = blocks[self.ledger.hashed(blocks)]
+        self._forget(self.ledger.set_hashed(blocks, False))
+
+    def _forget(self, hashed: Int32Array) -> None:
+        """What ``hashed`` blocks held is not to be found any more."""
         if not len(hashed):
             return
+        if self.events is not None:
+            for block in hashed.tolist():
+                group = self._group.item(block)
+                self.events += [BlockRemoved(group=group, key=key) for key in self.indexes[group].keys_of(block)]
         if len(self.indexes) == 1:
-            self._note_removed(0, self.indexes[0].drop(hashed.tolist()))
+            self.indexes[0].drop(hashed)
         else:
-            for block, group in zip(hashed.tolist(), self._group[hashed].tolist(), strict=True):
-                self._note_removed(group, self.indexes[group].drop((block,)))
-        self.ledger.set_hashed(hashed, False)
+            groups = self._group.take(hashed)
+            for group in np.flatnonzero(np.bincount(groups)).tolist():
+                self.indexes[group].drop(hashed[groups == group])
+        if self._partial:
+            for block in hashed.tolist():
+                self._partial.pop(block, None)
 
     def touch(self, blocks: Int32Array, account: Account) -> None:
         """One more holder of cached ``blocks`` (a prefix hit); free ones leave the queue."""
-        self._queue.remove(blocks[self.ledger.holders(blocks) == 0])
+        self._queue.remove(self.ledger.idle(blocks))
         self.ledger.hold(blocks, account)
         if self.residency is not None:
             self.residency.accessed(blocks)
@@ -79,22 +92,33 @@ class BlockPool:
         Those that nobody holds any more go to the head of the queue when they carry no hash (reused first), else to
         its tail (evicted last).
         """
-        self.ledger.release(blocks, account)
-        idle = blocks[self.ledger.holders(blocks) == 0]
-        hashed = self.ledger.hashed(idle)
-        self._queue.prepend(idle[~hashed])
-        self._queue.append(idle[hashed])
+        empty, cached = self.ledger.release(blocks, account)
+        self._queue.prepend(empty)
+        self._queue.append(cached)
 
-    def insert(self, group: int, hashes: list[bytes], blocks: Int32Array, covered: Int32Array) -> None:
-        """The content of ``blocks``, up to token ``covered[i]`` of a sequence, can be hit from now on.
+    def insert(self, group: int, hashes: HashChain, first: int, blocks: Int32Array, before: int) -> None:
+        """``blocks[i]``, unless null, is full: its content, that of ``hashes[first + i]``, can be hit from now on.
 
-        A block that carried the hash of a part of its content, before it was full, loses that one.
+        ``before`` is the sequence's block in front of them, null at its start. A block that carried the hash of a part
+        of its content, before it was full, loses that one.
         """
-        self.unregister(blocks)
-        self.indexes[group].insert(hashes, blocks)
-        self._group[blocks] = group
-        self._covered[blocks] = covered
-        self.ledger.set_hashed(blocks, True)
+        held = blocks if np.count_nonzero(blocks) == len(blocks) else blocks[blocks != NULL_BLOCK]
+        self._forget(self.ledger.set_hashed(held, True))
+        self.indexes[group].insert(hashes, first, blocks, before)
+        if len(self.indexes) > 1:
+            self._group[held] = group
+
+    def insert_each(
+        self, group: int, chains: Sequence[HashChain], entries: Sequence[int], blocks: Int32Array, before: Sequence[int]
+    ) -> None:
+        """The same for one full block of each of many sequences: ``blocks[i]`` holds ``chains[i][entries[i]]``.
+
+        ``before[i]`` is the block in front of it in its own sequence, null at the start.
+        """
+        self._forget(self.ledger.set_hashed(blocks, True))
+        self.indexes[group].insert_each(chains, entries, blocks.tolist(), before)
+        if len(self.indexes) > 1:
+            self._group[blocks] = group
 
     def insert_partial(self, group: int, key: bytes, block: int, covered: int) -> bool:
         """``block``'s content up to token ``covered``, inside the block, can be hit too; False when that was known."""
@@ -102,26 +126,29 @@ class BlockPool:
         known = self.indexes[group].keys_of(block)
         if key in known:
             return False
-        if known and self._covered[block] < covered:
+        if known and self._partial.get(block, covered) < covered:
             self.unregister(blocks)
             known = ()
         self.indexes[group].add_alias(key, block)
         if not known:
             self._group[block] = group
-            self._covered[block] = covered
+            self._partial[block] = covered
             self.ledger.set_hashed(blocks, True)
         return True
 
     def move_hashes(self, source: int, target: int) -> None:
         """``target`` holds from now on what ``source`` held: hits find it under the same hashes."""
         blocks = np.asarray([source, target], dtype=np.int32)
-        if not self.ledger.hashed(blocks[:1])[0]:
+        if not len(self.ledger.set_hashed(blocks[:1], False)):
             return
-        group = int(self._group[source])
-        for key in self.indexes[group].drop((source,)):
+        group = self._group.item(source)
+        keys = self.indexes[group].keys_of(source)
+        self.indexes[group].drop(blocks[:1])
+        for key in keys:
             self.indexes[group].add_alias(key, target)
-        self._group[target], self._covered[target] = group, self._covered[source]
-        self.ledger.set_hashed(blocks[:1], False)
+        self._group[target] = group
+        if source in self._partial:
+            self._partial[target] = self._partial.pop(source)
         self.ledger.set_hashed(blocks[1:], True)
 
     def pin_copy(self, group: int, source: int, target: int) -> None:
@@ -135,7 +162,7 @@ class BlockPool:
 
     def num_idle(self, blocks: Int32Array) -> int:
         """How many of ``blocks`` nobody holds: a hit on them takes free capacity."""
-        return int((self.ledger.holders(blocks) == 0).sum())
+        return len(self.ledger.idle(blocks))
 
     def free_order(self) -> Int32Array:
         """int32[num_free]: the free queue, next to be handed out first."""
@@ -147,6 +174,7 @@ class BlockPool:
             return False
         for index in self.indexes:
             index.clear()
+        self._partial.clear()
         self.ledger.set_hashed(np.arange(1, self.num_blocks, dtype=np.int32), False)
         if self.events is not None:
             self.events.append(AllBlocksCleared())
@@ -154,16 +182,14 @@ class BlockPool:
             self.residency.reset()
         return True
 
-    def _note_removed(self, group: int, keys: tuple[bytes, ...]) -> None:
-        if self.events is not None:
-            self.events += [BlockRemoved(group=group, key=key) for key in keys]
-
     def check(self) -> None:
         """Recount the pool from scratch; raises ``AssertionError`` on any difference."""
         self._queue.check()
         self.ledger.check()
+        for index in self.indexes:
+            index.check()
         everything = np.arange(1, self.num_blocks, dtype=np.int32)
         idle = everything[self.ledger.holders(everything) == 0]
         assert np.array_equal(np.sort(self.free_order()), idle), "pool: free queue and holds disagree"
-        free = int(self.ledger.counts[Account.FREE] + self.ledger.counts[Account.CACHED])
+        free = self.ledger.counts[Account.FREE] + self.ledger.counts[Account.CACHED]
         assert free == self.num_free, "pool: the ledger's free blocks differ from the queue"

@@ -1,31 +1,43 @@
 """Which block holds the content of which hash (design 5a). The plain form: a dict entry per block.
 
-Each group has its own index, so a hash names content *of one group*, as the group id inside vLLM's keys does.
+Each group has its own index, so a hash names content *of one group*, as the group id inside vLLM's keys does. Full
+attention has another form, `pdkv.core.blocks.run_index`, which does the same and is tested against this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
+from pdkv.core.blocks.hashing import HashChain
+from pdkv.core.blocks.tables import NULL_BLOCK
 from pdkv.core.ports import Int32Array
 
 
 class PrefixIndex(Protocol):
     """Lookup, insert and drop of hashed blocks; duplicates are kept, and the first inserted is found."""
 
-    def lookup(self, hashes: Sequence[bytes]) -> Int32Array:
+    def lookup(self, hashes: HashChain) -> Int32Array:
         """int32[m]: blocks of the longest prefix of ``hashes`` that is cached."""
         ...
 
     def find(self, key: bytes) -> int | None:
-        """The block that holds the content of one hash."""
+        """The block that holds the content of one hash. A run index knows those of `add_alias` only."""
         ...
 
-    def insert(self, hashes: Sequence[bytes], blocks: Int32Array) -> None:
-        """``blocks[i]``, which carries no hash, now holds the content of ``hashes[i]``."""
+    def insert(self, hashes: HashChain, first: int, blocks: Int32Array, before: int) -> None:
+        """``blocks[i]``, which carries no hash, now holds the content of ``hashes[first + i]``; null ones are left out.
+
+        ``hashes`` are those of a whole sequence, ``before`` is its block in front of ``blocks`` (null at the start).
+        """
+        ...
+
+    def insert_each(
+        self, chains: Sequence[HashChain], entries: Sequence[int], blocks: Sequence[int], before: Sequence[int]
+    ) -> None:
+        """One block of each of many sequences, in that order: ``blocks[i]`` holds ``chains[i][entries[i]]``."""
         ...
 
     def add_alias(self, key: bytes, block: int) -> None:
@@ -36,25 +48,32 @@ class PrefixIndex(Protocol):
         """The hashes that ``block`` carries, the one it got first in front."""
         ...
 
-    def drop(self, blocks: Iterable[int]) -> tuple[bytes, ...]:
-        """Forget what ``blocks`` hold; returns the hashes dropped, one by one, in that order (for KV events)."""
+    def drop(self, blocks: Int32Array) -> None:
+        """Forget what ``blocks`` hold."""
         ...
 
     def clear(self) -> None:
         """Forget everything."""
         ...
 
+    def contents(self) -> dict[bytes, list[int]]:
+        """All there is, for checks: the blocks of each hash, the first inserted in front."""
+        ...
+
+    def check(self) -> None:
+        """Recount; raises ``AssertionError`` on any difference."""
+        ...
+
 
 class DictPrefixIndex:
     """One dict entry per cached block. Duplicates hang in a dict of their own, in order of insertion."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self) -> None:
         self._first: dict[bytes, int] = {}
         self._twins: dict[bytes, dict[int, None]] = {}
-        self._hash: list[bytes | None] = [None] * num_blocks
-        self._aliases: dict[int, list[bytes]] = {}
+        self._keys: dict[int, tuple[bytes, ...]] = {}
 
-    def lookup(self, hashes: Sequence[bytes]) -> Int32Array:
+    def lookup(self, hashes: HashChain) -> Int32Array:
         """int32[m]: blocks of the longest prefix of ``hashes`` that is cached."""
         found: list[int] = []
         for key in hashes:
@@ -68,49 +87,47 @@ class DictPrefixIndex:
         """The block that holds the content of one hash."""
         return self._first.get(key)
 
-    def insert(self, hashes: Sequence[bytes], blocks: Int32Array) -> None:
-        """``blocks[i]`` now holds the content of ``hashes[i]``."""
-        for key, block in zip(hashes, blocks.tolist(), strict=True):
-            assert self._hash[block] is None, f"block {block} already carries a hash"
-            self._hash[block] = key
-            self._enter(key, block)
+    def insert(self, hashes: HashChain, first: int, blocks: Int32Array, before: int) -> None:
+        """``blocks[i]`` now holds the content of ``hashes[first + i]``, where it is not null."""
+        for entry in np.flatnonzero(blocks).tolist():
+            self._insert(hashes[first + entry], blocks.item(entry))
+
+    def insert_each(
+        self, chains: Sequence[HashChain], entries: Sequence[int], blocks: Sequence[int], before: Sequence[int]
+    ) -> None:
+        """One block of each of many sequences, in that order: ``blocks[i]`` holds ``chains[i][entries[i]]``."""
+        for hashes, entry, block in zip(chains, entries, blocks, strict=True):
+            self._insert(hashes[entry], block)
+
+    def _insert(self, key: bytes, block: int) -> None:
+        assert block not in self._keys, f"block {block} already carries a hash"
+        self._keys[block] = (key,)
+        self._enter(key, block)
 
     def add_alias(self, key: bytes, block: int) -> None:
         """``block`` also holds the content of ``key``."""
-        assert key not in self.keys_of(block), f"block {block} already carries this hash"
-        if self._hash[block] is None:
-            self._hash[block] = key
-        else:
-            self._aliases.setdefault(block, []).append(key)
+        known = self.keys_of(block)
+        assert key not in known, f"block {block} already carries this hash"
+        self._keys[block] = (*known, key)
         self._enter(key, block)
 
     def keys_of(self, block: int) -> tuple[bytes, ...]:
         """The hashes that ``block`` carries, the one it got first in front."""
-        first = self._hash[block]
-        return () if first is None else (first, *self._aliases.get(block, ()))
+        return self._keys.get(block, ())
 
-    def drop(self, blocks: Iterable[int]) -> tuple[bytes, ...]:
-        """Forget what ``blocks`` hold; returns the hashes dropped."""
-        dropped: list[bytes] = []
-        for block in blocks:
-            key = self._hash[block]
-            if key is None:
-                continue
-            self._hash[block] = None
-            self._leave(key, block)
-            dropped.append(key)
-            if self._aliases and block in self._aliases:
-                for alias in self._aliases.pop(block):
-                    self._leave(alias, block)
-                    dropped.append(alias)
-        return tuple(dropped)
+    def drop(self, blocks: Int32Array) -> None:
+        """Forget what ``blocks`` hold."""
+        if not self._keys:
+            return
+        for block in blocks.tolist():
+            for key in self._keys.pop(block, ()):
+                self._leave(key, block)
 
     def clear(self) -> None:
         """Forget everything."""
         self._first.clear()
         self._twins.clear()
-        self._aliases.clear()
-        self._hash = [None] * len(self._hash)
+        self._keys.clear()
 
     def _enter(self, key: bytes, block: int) -> None:
         first = self._first.setdefault(key, block)
@@ -126,3 +143,17 @@ class DictPrefixIndex:
         self._first[key] = next(iter(twins))
         if len(twins) == 1:
             del self._twins[key]
+
+    def contents(self) -> dict[bytes, list[int]]:
+        """All there is, for checks: the blocks of each hash, the first inserted in front."""
+        return {key: [first] for key, first in self._first.items()} | {
+            key: list(twins) for key, twins in self._twins.items()
+        }
+
+    def check(self) -> None:
+        """Recount; raises ``AssertionError`` on any difference."""
+        pairs = {(key, block) for block, keys in self._keys.items() for key in keys}
+        found = {(key, block) for key, blocks in self.contents().items() for block in blocks}
+        assert all(self._first[key] == blocks[0] for key, blocks in self.contents().items()), "prefix index: the first"
+        assert pairs == found, "prefix index: hashes of blocks and blocks of hashes differ"
+        assert NULL_BLOCK not in self._keys, "prefix index: the null block carries a hash"

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from pdkv.core.blocks.extra_keys import ContentKeys
-from pdkv.core.blocks.hashing import HashFunction, extend_hashes
+from pdkv.core.blocks.hashing import HashChain, HashFunction, extend_hashes
 from pdkv.core.ports import FinishReason, Int32Array, NewRequest, RemoteSource
 from pdkv.core.transfer.lease import digest_tokens
 
@@ -62,7 +62,7 @@ class Request:
         self.last_step: int | None = None
         self.num_preemptions = 0
         self.cached_tokens = 0
-        self.hashes: list[bytes] = []
+        self.hashes = HashChain()
         self.extra_keys = ContentKeys(cache_salt=new.cache_salt, lora=new.lora, multimodal=new.items)
         self.source: RemoteSource | None = new.source
         if new.source is not None:

@@ -9,6 +9,8 @@ from pdkv.core.blocks.kinds.full import FullKind
 from pdkv.core.blocks.kinds.state import StateKind
 from pdkv.core.blocks.kinds.window import WindowKind
 from pdkv.core.blocks.pool import BlockPool
+from pdkv.core.blocks.prefix_index import DictPrefixIndex, PrefixIndex
+from pdkv.core.blocks.run_index import RunPrefixIndex
 
 
 def kind_of(spec: Group, group: int, pool: BlockPool, settings: Settings) -> Kind:
@@ -22,3 +24,8 @@ def kind_of(spec: Group, group: int, pool: BlockPool, settings: Settings) -> Kin
             return ChunkedKind(spec, group, pool, settings)
         case StateGroup():
             return StateKind(spec, group, pool, settings)
+
+
+def index_for(spec: Group, num_blocks: int) -> PrefixIndex:
+    """The prefix index of a group: runs where every block of a sequence is kept, else an entry for each block."""
+    return RunPrefixIndex(num_blocks) if isinstance(spec, FullGroup) else DictPrefixIndex()

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdkv.core.blocks.groups import Granularity, Group
+from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.holders import GroupHold, Hit, Holder
 from pdkv.core.blocks.kv_events import BlockStored
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.blocks.prefix_index import PrefixIndex
+from pdkv.core.blocks.tables import NULL_BLOCK
 from pdkv.core.ports import BoolArray, Int32Array
 from pdkv.core.scheduler.request import Request
 from pdkv.units import cdiv
@@ -51,7 +53,7 @@ class JointIndex:
     def __init__(self, indexes: Sequence[PrefixIndex]) -> None:
         self._indexes = indexes
 
-    def prefix(self, hashes: Sequence[bytes]) -> list[Int32Array]:
+    def prefix(self, hashes: HashChain) -> list[Int32Array]:
         """Blocks of the longest prefix of ``hashes`` that is cached in every group, by group."""
         found = [index.lookup(hashes) for index in self._indexes]
         length = min(len(blocks) for blocks in found)
@@ -72,7 +74,7 @@ class JointIndex:
         return [np.zeros(length, dtype=np.int32) for _ in self._indexes]
 
 
-def unit_hashes(hashes: Sequence[bytes], hash_tokens: int, block_size: int) -> Sequence[bytes]:
+def unit_hashes(hashes: HashChain, hash_tokens: int, block_size: int) -> HashChain:
     """The hashes of whole blocks: the last hash unit inside each (chaining makes that the block's own)."""
     step = block_size // hash_tokens
     return hashes if step == 1 else hashes[step - 1 :: step]
@@ -91,7 +93,7 @@ class Kind:
 
     # ------------------------------------------------------------------------------------------------------ lookup
 
-    def find(self, cached: JointIndex, hashes: Sequence[bytes], max_tokens: int) -> tuple[list[Int32Array], int]:
+    def find(self, cached: JointIndex, hashes: HashChain, max_tokens: int) -> tuple[list[Int32Array], int]:
         """The longest hit of at most ``max_tokens`` tokens: its blocks by group of ``cached``, and its tokens."""
         raise NotImplementedError
 
@@ -196,22 +198,21 @@ class Kind:
             return EMPTY
         hold.num_hashed = last
         blocks = hold.table.ids[first:last]
-        entries = np.flatnonzero(blocks)
         mask = self.reachable(first, last, boundaries)
         if mask is not None:
-            entries = entries[mask[entries]]
-        step = self.block_size // self.settings.sizes.hash_tokens
-        hashes = request.hashes
-        if len(entries) == last - first and step == 1:
-            keys = hashes[first:last]
-        else:
-            keys = [hashes[(first + entry + 1) * step - 1] for entry in entries.tolist()]
-        chosen = blocks[entries].copy()
+            blocks = np.where(mask, blocks, NULL_BLOCK)
+        hashes = self.block_hashes(request)
+        chosen = blocks if np.count_nonzero(blocks) == last - first else blocks[blocks != NULL_BLOCK]
         if len(chosen):
-            self.pool.insert(self.group, keys, chosen, ((first + 1 + entries) * self.block_size).astype(np.int32))
+            self.pool.insert(self.group, hashes, first, blocks, hold.table[first - 1] if first else NULL_BLOCK)
         if self.pool.events is not None:
-            self.note_stored(request, keys, (first + entries).tolist(), first, last)
+            entries = (first + np.flatnonzero(blocks)).tolist()
+            self.note_stored(request, [hashes[entry] for entry in entries], entries, first, last)
         return chosen
+
+    def block_hashes(self, request: Request) -> HashChain:
+        """The request's hashes by whole blocks of this group."""
+        return unit_hashes(request.hashes, self.settings.sizes.hash_tokens, self.block_size)
 
     def note_stored(self, request: Request, keys: list[bytes], entries: list[int], first: int, last: int) -> None:
         """Announce ``keys`` of table entries ``entries``, which lie in ``first:last``."""
@@ -252,8 +253,7 @@ class Kind:
 
     def note_hit(self, request: Request, entries: int) -> None:
         """Announce the first ``entries`` blocks once more, for a request that asks for it."""
-        sizes = self.settings.sizes
-        keys = list(unit_hashes(request.hashes, sizes.hash_tokens, self.block_size)[:entries])
+        keys = list(self.block_hashes(request)[:entries])
         self.note_stored(request, keys, list(range(len(keys))), 0, entries)
 
     def reachable(self, first: int, last: int, boundaries: tuple[int, ...]) -> BoolArray | None:

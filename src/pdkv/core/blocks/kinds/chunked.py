@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from pdkv.core.blocks.groups import ChunkedGroup
+from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.kinds.base import JointIndex, Kind, Settings, unit_hashes
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.ports import Int32Array
@@ -30,7 +29,7 @@ class ChunkedKind(Kind):
         """The blocks of one chunk, which need not begin where a block does."""
         return min(cdiv(tokens, self.block_size), cdiv(self._chunk, self.block_size) + 1)
 
-    def find(self, cached: JointIndex, hashes: Sequence[bytes], max_tokens: int) -> tuple[list[Int32Array], int]:
+    def find(self, cached: JointIndex, hashes: HashChain, max_tokens: int) -> tuple[list[Int32Array], int]:
         """Blocks before the chunk of token ``max_tokens`` count as hit, null; inside it left to right until a miss."""
         size = self.block_size
         before = max_tokens // self._chunk * self._chunk // size

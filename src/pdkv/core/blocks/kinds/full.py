@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.holders import GroupHold
 from pdkv.core.blocks.kinds.base import JointIndex, Kind, unit_hashes
 from pdkv.core.ports import Int32Array
@@ -14,7 +13,7 @@ from pdkv.units import cdiv
 class FullKind(Kind):
     """Rules of a full-attention group."""
 
-    def find(self, cached: JointIndex, hashes: Sequence[bytes], max_tokens: int) -> tuple[list[Int32Array], int]:
+    def find(self, cached: JointIndex, hashes: HashChain, max_tokens: int) -> tuple[list[Int32Array], int]:
         """Left to right until the first miss; with fine-grained hits then as far as possible into the next block."""
         sizes, size = self.settings.sizes, self.block_size
         blocks = cached.prefix(unit_hashes(hashes, sizes.hash_tokens, size)[: max_tokens // size])

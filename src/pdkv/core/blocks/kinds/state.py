@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from pdkv.core.blocks.groups import StateGroup
+from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.holders import GroupHold, Holder
 from pdkv.core.blocks.kinds.base import EMPTY, Demand, JointIndex, Kind, Settings, unit_hashes
 from pdkv.core.blocks.pool import BlockPool
@@ -42,7 +42,7 @@ class StateKind(Kind):
         """The running state, the one it started from, and the drafts'."""
         return min(cdiv(tokens, self.block_size), 2) + self._drafts
 
-    def find(self, cached: JointIndex, hashes: Sequence[bytes], max_tokens: int) -> tuple[list[Int32Array], int]:
+    def find(self, cached: JointIndex, hashes: HashChain, max_tokens: int) -> tuple[list[Int32Array], int]:
         """Right to left for one state; everything before it is null."""
         sizes, size = self.settings.sizes, self.block_size
         unit = sizes.hit_tokens if sizes.hit_tokens < size else size

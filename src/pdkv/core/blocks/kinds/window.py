@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from pdkv.core.blocks.groups import WindowGroup
+from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.kinds.base import JointIndex, Kind, Settings, unit_hashes
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.ports import BoolArray, Int32Array
@@ -32,7 +31,7 @@ class WindowKind(Kind):
         """The window's blocks, and the one it reaches into."""
         return min(cdiv(tokens, self.block_size), cdiv(self._kept, self.block_size) + 1)
 
-    def find(self, cached: JointIndex, hashes: Sequence[bytes], max_tokens: int) -> tuple[list[Int32Array], int]:
+    def find(self, cached: JointIndex, hashes: HashChain, max_tokens: int) -> tuple[list[Int32Array], int]:
         """Right to left for enough hits in a row that end on a hit boundary; a run from block 0 counts as it is."""
         size, align = self.block_size, self.settings.sizes.hit_tokens
         keys = unit_hashes(hashes, self.settings.sizes.hash_tokens, size)

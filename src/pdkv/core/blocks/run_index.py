@@ -1,0 +1,347 @@
+"""The prefix index of full attention (design 5a): cached sequences are runs, not an entry per block.
+
+A *run* is a stretch of hashes, each chained to the one before it, that stand side by side. Hashes of a sequence that
+are equal at one place are equal at all places before it, so where two sequences part is found by binary search. A run
+ends where its sequence ended or another one branched off; the branch is a run of its own, found by its first hash.
+
+    every hash stands in exactly one run, so only first hashes need a dict
+
+The blocks that hold a run's content lie over it in *layers*, one for each time that a stretch of blocks was cached;
+of those at one place the first in order of layers is the first inserted:
+
+    run      h0 h1 h2 h3          (design 5a: A caches two blocks, B four, then A two more)
+    layer 1  A1 A2
+    layer 2  B1 B2 B3 B4
+    layer 3        A3 A4          a hit is A1 A2 B3 B4; once A1 is evicted, B1 A2 B3 B4
+
+Each block knows the layer and the place in it where it stands. Dropping it changes just that, so an eviction costs the
+same whatever it evicts; entries left behind are swept out when they are as many as half of the pool.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pdkv.core.blocks.hashing import HashChain
+from pdkv.core.blocks.prefix_index import DictPrefixIndex
+from pdkv.core.ports import BoolArray, Int32Array
+
+_SHIFT = 32  # a block's place is layer number << 32 | position in the layer; 0: it carries no hash
+_POSITION = (1 << _SHIFT) - 1
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Hashes side by side; the first is hash number ``depth`` of every sequence that has it."""
+
+    depth: int
+    digest_bytes: int
+    digests: bytearray
+    layers: list[_Layer] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.digests) // self.digest_bytes
+
+    def digest(self, position: int) -> bytes:
+        """One hash."""
+        return bytes(self.digests[position * self.digest_bytes : (position + 1) * self.digest_bytes])
+
+    def same(self, position: int, hashes: HashChain, at: int) -> int:
+        """How many hashes from ``position`` on are those from ``hashes[at]`` on."""
+        low, high = 0, min(len(self) - position, len(hashes) - at)
+        probe = high  # most of the time all of them
+        while low < high:
+            if self.digest(position + probe - 1) == hashes[at + probe - 1]:
+                low = probe
+            else:
+                high = probe - 1
+            probe = (low + high + 1) // 2
+        return low
+
+
+@dataclass(slots=True, eq=False)
+class _Layer:
+    """``blocks[i]`` was cached with the content of the run's hash ``start + i``."""
+
+    number: int
+    run: _Run
+    start: int
+    blocks: array[int]
+
+    @property
+    def end(self) -> int:
+        """The position in the run behind its last block."""
+        return self.start + len(self.blocks)
+
+
+class RunPrefixIndex:
+    """Does what `DictPrefixIndex` does, for groups that register every block of a sequence."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._place = np.zeros(num_blocks, dtype=np.int64)
+        self._single = self._place.data  # the same memory: for one block this is faster than numpy
+        self._most_dead = max(num_blocks // 2, 16)
+        self._partial = DictPrefixIndex()  # content that ends inside a block
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._place[:] = 0
+        self._partial.clear()
+        self._heads: dict[bytes, _Run] = {}  # by first hash
+        self._depths: Counter[int] = Counter()  # how many runs begin there
+        self._layers: dict[int, _Layer] = {}
+        self._last_number = 0
+        self._dead = 0  # at most so many entries of layers belong to no block any more
+
+    # -------------------------------------------------------------------------------------------------------- looking
+
+    def lookup(self, hashes: HashChain) -> Int32Array:
+        """int32[m]: blocks of the longest prefix of ``hashes`` that is cached."""
+        found: list[Int32Array] = []
+        at = 0
+        while at < len(hashes):
+            run = self._heads.get(hashes[at])
+            if run is None:
+                break
+            length = run.same(0, hashes, at)
+            found.append(self._first_blocks(run, length))
+            at += len(found[-1])
+            if len(found[-1]) < length:
+                break
+        return found[0] if len(found) == 1 else np.concatenate(found) if found else np.empty(0, dtype=np.int32)
+
+    def _first_blocks(self, run: _Run, length: int) -> Int32Array:
+        """int32[m]: first inserted blocks of the run's first hashes, at most ``length``, to the first without any."""
+        blocks: Int32Array | None = None
+        for layer in run.layers:
+            if layer.start >= length:
+                continue
+            ids, alive = self._entries(layer, length - layer.start)
+            if blocks is None:
+                if len(ids) == length and np.count_nonzero(alive) == length:
+                    return ids
+                blocks = np.zeros(length, dtype=np.int32)
+            window = blocks[layer.start : layer.start + len(ids)]
+            np.copyto(window, ids, where=alive & (window == 0))
+            if np.count_nonzero(blocks) == length:
+                return blocks
+        assert blocks is not None, "run index: content without a layer"
+        return blocks[: int(np.argmin(blocks))]
+
+    def _entries(self, layer: _Layer, most: int) -> tuple[Int32Array, BoolArray]:
+        """int32[n] and bool[n]: the layer's first blocks, at most ``most``; which of them still hold what they held."""
+        count = min(len(layer.blocks), most)
+        ids: Int32Array = np.frombuffer(layer.blocks, dtype=np.int32, count=count).copy()  # who looks in forbids growth
+        first = layer.number << _SHIFT
+        return ids, self._place.take(ids) == np.arange(first, first + count)
+
+    def find(self, key: bytes) -> int | None:
+        """The block whose content up to ``key`` ends inside it."""
+        return self._partial.find(key)
+
+    def keys_of(self, block: int) -> tuple[bytes, ...]:
+        """The hashes that ``block`` carries, the one it got first in front."""
+        place = self._single[block]
+        if not place:
+            return self._partial.keys_of(block)
+        layer = self._layers[place >> _SHIFT]
+        return (layer.run.digest(layer.start + (place & _POSITION)), *self._partial.keys_of(block))
+
+    # ------------------------------------------------------------------------------------------------------ inserting
+
+    def insert(self, hashes: HashChain, first: int, blocks: Int32Array, before: int) -> None:
+        """``blocks[i]``, none of them null, now holds the content of ``hashes[first + i]``."""
+        assert np.count_nonzero(self._place.take(blocks)) == 0, "a block already carries a hash"
+        layer, run, position = self._behind(hashes, first, before)
+        at, end = first, first + len(blocks)
+        while at < end:
+            count = min(run.same(position, hashes, at), end - at) if run else 0
+            if not count:
+                known = self._heads.get(hashes[at])
+                if known is not None:
+                    layer, run, position = None, known, 0
+                    continue
+                count = self._new_until(hashes, at, end) - at
+                if run is None or position < len(run):
+                    layer, run, position = None, self._new_run(hashes, at), 0
+                run.digests += hashes.joined(at, at + count)
+            assert run is not None
+            self._put(run, position, blocks[at - first : at - first + count], layer)
+            at += count
+            position += count
+
+    def insert_each(
+        self, chains: Sequence[HashChain], entries: Sequence[int], blocks: Sequence[int], before: Sequence[int]
+    ) -> None:
+        """One block of each of many sequences, in that order: ``blocks[i]`` holds ``chains[i][entries[i]]``."""
+        for hashes, entry, block, last in zip(chains, entries, blocks, before, strict=True):
+            place = self._single[last]
+            layer = self._layers[place >> _SHIFT] if place else None
+            if layer is not None and self._goes_on(layer, place & _POSITION, hashes[entry]):
+                assert not self._single[block], f"block {block} already carries a hash"
+                layer.run.digests += hashes[entry]
+                layer.blocks.append(block)
+                self._single[block] = place + 1
+            else:
+                self.insert(hashes, entry, np.asarray([block], dtype=np.int32), last)
+
+    def _goes_on(self, layer: _Layer, position: int, key: bytes) -> bool:
+        """Whether content ``key`` is new, and belongs behind ``position``, the last of the last layer of its run."""
+        run, end = layer.run, position + 1
+        at_end = end == len(layer.blocks) and layer is run.layers[-1] and layer.start + end == len(run)
+        return at_end and key not in self._heads
+
+    def _behind(self, hashes: HashChain, first: int, before: int) -> tuple[_Layer | None, _Run | None, int]:
+        """Where content ``hashes[first]`` stands or would be appended: layer of block ``before``, run and position."""
+        place = self._single[before]
+        if place:
+            layer = self._layers[place >> _SHIFT]
+            return layer, layer.run, layer.start + (place & _POSITION) + 1
+        # The start of a sequence, or its last block was dropped while in use: the nearest run may hold others like it.
+        for depth in sorted((depth for depth in self._depths if depth < first), reverse=True):
+            run = self._heads.get(hashes[depth])
+            if run is not None:
+                position = first - depth
+                inside = position <= len(run) and run.digest(position - 1) == hashes[first - 1]
+                return None, run if inside else None, position
+        return None, None, 0
+
+    def _new_until(self, hashes: HashChain, at: int, end: int) -> int:
+        """Up to where ``hashes[at:end]``, of which the first is new, are new: to the first hash of another run."""
+        if end - at == 1:
+            return end
+        return min((depth for depth in self._depths if at < depth < end and hashes[depth] in self._heads), default=end)
+
+    def _new_run(self, hashes: HashChain, at: int) -> _Run:
+        """A run that begins with ``hashes[at]``, still empty."""
+        head = hashes[at]
+        run = self._heads[head] = _Run(at, len(head), bytearray())
+        self._depths[at] += 1
+        return run
+
+    def _put(self, run: _Run, position: int, blocks: Int32Array, layer: _Layer | None) -> None:
+        """Append to ``layer`` where that keeps the order of insertion, else lay a new one over the run."""
+        if layer is None or layer.end != position or self._covered_behind(layer, position):
+            self._last_number += 1
+            layer = self._layers[self._last_number] = _Layer(self._last_number, run, position, array("i"))
+            run.layers.append(layer)
+        place = (layer.number << _SHIFT) + len(layer.blocks)
+        if len(blocks) == 1:
+            block = blocks.item()
+            layer.blocks.append(block)
+            self._single[block] = place
+        else:
+            layer.blocks.frombytes(blocks.tobytes())
+            self._place[blocks] = np.arange(place, place + len(blocks))
+
+    @staticmethod
+    def _covered_behind(layer: _Layer, position: int) -> bool:
+        """Whether layers behind this one have, at ``position`` or later, blocks that were inserted before."""
+        layers = layer.run.layers
+        return layers[-1] is not layer and any(other.end > position for other in layers[layers.index(layer) + 1 :])
+
+    def add_alias(self, key: bytes, block: int) -> None:
+        """``block`` also holds the content of ``key``, which ends inside it."""
+        self._partial.add_alias(key, block)
+
+    # ------------------------------------------------------------------------------------------------------- dropping
+
+    def drop(self, blocks: Int32Array) -> None:
+        """Forget what ``blocks`` hold."""
+        self._place[blocks] = 0
+        self._partial.drop(blocks)
+        self._dead += len(blocks)
+        if self._dead > self._most_dead:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Rebuild the runs that have entries which belong to no block any more."""
+        self._dead = 0
+        layers = list(self._layers.values())
+        if not layers:
+            return
+        lengths = np.array([len(layer.blocks) for layer in layers])
+        starts = np.cumsum(lengths) - lengths
+        ids = np.concatenate([np.frombuffer(layer.blocks, dtype=np.int32) for layer in layers])
+        bases = np.array([layer.number << _SHIFT for layer in layers])
+        places = np.arange(len(ids)) + np.repeat(bases - starts, lengths)
+        alive = np.add.reduceat(self._place.take(ids) == places, starts, dtype=np.int64)
+        living: Counter[_Run] = Counter()
+        for layer, count in zip(layers, alive.tolist(), strict=True):
+            living[layer.run] += count
+        for at in np.flatnonzero(alive < lengths).tolist():
+            run = layers[at].run
+            if run in living:
+                self._rebuild(run, any_alive=living.pop(run) > 0)
+
+    def _rebuild(self, run: _Run, *, any_alive: bool) -> None:
+        """In place of ``run``, runs of the stretches that blocks hold, with layers of the blocks that hold them."""
+        del self._heads[run.digest(0)]
+        self._depths[run.depth] -= 1
+        if not self._depths[run.depth]:
+            del self._depths[run.depth]
+        kept: list[tuple[int, Int32Array]] = []
+        held = np.zeros(len(run), dtype=np.bool_)
+        for layer in run.layers:
+            del self._layers[layer.number]
+            if any_alive:
+                ids, alive = self._entries(layer, len(run))
+                held[layer.start : layer.end] |= alive
+                kept += [(layer.start + first, ids[first:end]) for first, end in _stretches(alive)]
+        runs: list[tuple[int, _Run]] = []
+        size = run.digest_bytes
+        for first, end in _stretches(held) if any_alive else ():
+            rest = _Run(run.depth + first, size, run.digests[first * size : end * size])
+            self._heads[rest.digest(0)] = rest
+            self._depths[rest.depth] += 1
+            runs.append((first, rest))
+        firsts = [first for first, _ in runs]
+        for start, ids in kept:
+            first, rest = runs[bisect_right(firsts, start) - 1]
+            self._put(rest, start - first, ids, None)
+
+    # ------------------------------------------------------------------------------------------------------- checking
+
+    def contents(self) -> dict[bytes, list[int]]:
+        """All there is, for checks: the blocks of each hash, the first inserted in front."""
+        found = self._partial.contents()
+        for run in self._heads.values():
+            for layer in run.layers:
+                ids, alive = self._entries(layer, len(run))
+                for position in np.flatnonzero(alive).tolist():
+                    found.setdefault(run.digest(layer.start + position), []).append(ids.item(position))
+        return found
+
+    def check(self) -> None:
+        """Recount; raises ``AssertionError`` on any difference."""
+        self._partial.check()
+        hashes = [run.digest(position) for run in self._heads.values() for position in range(len(run))]
+        assert len(set(hashes)) == len(hashes), "run index: a hash stands twice"
+        assert Counter(run.depth for run in self._heads.values()) == self._depths, "run index: depths differ"
+        stored = 0
+        for head, run in self._heads.items():
+            assert run.digest(0) == head, "run index: a run stands under another hash than its first"
+            for layer in run.layers:
+                assert self._layers[layer.number] is layer, "run index: a layer is not known by its number"
+                assert layer.run is run, "run index: a layer names another run"
+                assert 0 <= layer.start < layer.end <= len(run), "run index: a layer reaches beyond its run"
+                stored += len(layer.blocks)
+        assert len(self._layers) == sum(len(run.layers) for run in self._heads.values()), "run index: a lost layer"
+        held = {(self.keys_of(block)[0], block) for block in np.flatnonzero(self._place).tolist()}
+        found = {(key, block) for key, blocks in self.contents().items() for block in blocks}
+        partial = {(key, block) for key, blocks in self._partial.contents().items() for block in blocks}
+        assert held == found - partial, "run index: hashes of blocks and blocks of hashes differ"
+        assert stored - np.count_nonzero(self._place) <= self._dead, "run index: dead entries are not counted"
+
+
+def _stretches(flags: BoolArray) -> Iterator[tuple[int, int]]:
+    """(first, end) of each stretch of true ``flags``."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], flags.view(np.int8), [0]))))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
