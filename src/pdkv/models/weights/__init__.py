@@ -58,9 +58,7 @@ class Weights:
         drafts = any(part.kind == "draft" for part in self.parts)
         total = 0
         for part in self.parts:
-            if part.kind == "layer" and (layers is None or part.layer in layers):
-                total += self._bytes(part, division, dtype)
-            elif part.kind == "before" and first:
+            if (part.kind == "layer" and (layers is None or part.layer in layers)) or (part.kind == "before" and first):
                 total += self._bytes(part, division, dtype)
             elif part.kind == "before" and last and (tied or drafts):
                 embeddings = tuple(matrix for matrix in part.matrices if matrix.name == "embed_tokens")
@@ -99,7 +97,9 @@ def _notes(config: Config, architecture: str) -> tuple[str, ...]:
 
 def _refuse_unsaid(name: str, formats: Quantization) -> None:
     """A name that promises a format which the config does not have: weights in 16 bits would be far too much."""
-    found = re.search(r"(?<![a-z0-9])(nvfp4|mxfp4|fp8|awq|gptq|int4|int8|w4a16|w8a8|4bit|bnb)(?![a-z0-9])", name.lower())
+    found = re.search(
+        r"(?<![a-z0-9])(nvfp4|mxfp4|fp8|awq|gptq|int4|int8|w4a16|w8a8|4bit|bnb)(?![a-z0-9])", name.lower()
+    )
     if found is not None and formats.method == "none":
         raise UnsupportedModel(
             f"{name}: its name says {found[1]}, but the config has no quantization_config, so its weights are not "

@@ -49,7 +49,8 @@ def _heads(text: Config, cache: LayerSpec, traits: Traits, path: str, name: str)
     qkv_bias, out_bias = _biases(text, traits)
     fused = f"{path}.qkv_proj"
     # Qwen3-Next and 3.5 make a gate for every output along with the queries.
-    gate = 2 if text.get("attn_output_gate") or text.get("model_type") == "qwen3_next" else 1
+    gated = text.get("attn_output_gate", str(text["model_type"]).startswith(("qwen3_next", "qwen3_5")))
+    gate = 2 if gated else 1
     found = linear(f"{path}.q_proj", heads * dim * gate, hidden, Split.COLUMN, bias=qkv_bias, fused=fused)
     found += linear(f"{path}.k_proj", kv_heads * dim, hidden, Split.HEADS, heads=kv_heads, bias=qkv_bias, fused=fused)
     value = linear(f"{path}.v_proj", kv_heads * dim_v, hidden, Split.HEADS, heads=kv_heads, bias=qkv_bias, fused=fused)

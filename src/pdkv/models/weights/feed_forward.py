@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdkv.errors import ConfigError, UnsupportedModel
-from pdkv.models.fields import HIDDEN, Config, first, positive
+from pdkv.models.fields import HIDDEN, Config, first, optional, positive
 from pdkv.models.weights.matrices import Matrix, Split, linear, norm
 from pdkv.models.weights.traits import Traits
 
@@ -18,9 +18,28 @@ _SHARED_WIDTH = ("shared_expert_intermediate_size", "share_expert_dim", "share_e
 _WIDTH_IS_EXPERTS = ("mixtral", "minimax", "minimax_m2", "granitemoe", "granitemoeshared", "granitemoehybrid",
                      "gpt_oss", "llama4_text", "jamba", "phimoe", "olmoe")  # fmt: skip
 # Families whose router corrects its scores with a bias for each expert (noaux_tc), without a field that says so.
-_CORRECTED = ("deepseek_v3", "deepseek_v32", "deepseek_v4", "kimi_k2", "kimi_linear", "glm4_moe", "glm4v_moe_text", "glm_moe_dsa",
-              "glm4_moe_lite", "minimax_m2", "dots1", "mimo_v2_flash", "mimo_v2", "nemotron_h", "ernie4_5_moe", "step3p5",
-              "step3p7", "exaone_moe")  # fmt: skip
+_CORRECTED = frozenset(
+    [
+        "deepseek_v3",
+        "deepseek_v32",
+        "deepseek_v4",
+        "dots1",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm4v_moe_text",
+        "glm_moe_dsa",
+        "kimi_k2",
+        "kimi_linear",
+        "mimo_v2",
+        "mimo_v2_flash",
+        "minimax_m2",
+        "nemotron_h",
+        "step3p5",
+        "step3p7",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +60,7 @@ def feed_forward_matrices(text: Config, index: int, traits: Traits, path: str, n
     experts = _experts(text, name)
     if text.get("model_type") == "gemma4_text":
         return _gemma4(text, index, experts if text.get("enable_moe_block") else None, traits, path, hidden, name)
-    if experts is None or not _is_sparse(text, index, name):
+    if experts is None or not _is_sparse(text, index):
         return _dense(text, _dense_width(text, experts, name), hidden, traits, f"{path}.mlp")
     return _sparse(text, experts, hidden, traits, f"{path}.mlp")
 
@@ -78,10 +97,14 @@ def _shared(text: Config, width: int) -> tuple[int, bool]:
 def _dense_width(text: Config, experts: _Experts | None, name: str) -> int:
     if experts is not None and text.get("intermediate_size_mlp"):
         return positive(text, ("intermediate_size_mlp",), name)
-    return positive(text, _DENSE, name)
+    width = positive(text, _DENSE, name)
+    if text.get("block_auto_adjust_ff_dim"):  # LFM2
+        width = int(float(text.get("block_ffn_dim_multiplier") or 1) * (2 * width // 3))
+        width += -width % optional(text, ("block_multiple_of",), name, 256)
+    return width
 
 
-def _is_sparse(text: Config, index: int, name: str) -> bool:
+def _is_sparse(text: Config, index: int) -> bool:
     """Whether layer ``index`` has experts: six ways in which configs say it."""
     types = text.get("mlp_layer_types")
     if isinstance(types, list) and index < len(types):
@@ -100,7 +123,7 @@ def _is_sparse(text: Config, index: int, name: str) -> bool:
         return (index + 1) % int(text["interleave_moe_layer_step"]) == 0
     if text.get("moe_layer_interval"):
         start, end = int(text.get("moe_layer_start_index") or 0), text.get("moe_layer_end_index")
-        last = index if end in (None, -1) else int(end)  # type: ignore[arg-type]
+        last = index if end in (None, -1) else int(end)
         return start <= index <= last and (index + 1) % int(text["moe_layer_interval"]) == 0
     if index in (text.get("mlp_only_layers") or ()):
         return False
@@ -167,6 +190,10 @@ def _gemma4(
         width *= 2
     found = _dense(text, width, hidden, traits, f"{path}.mlp")
     found.append(Matrix(f"{path}.layer_scalar", 1, 1))
+    if inputs := per_layer_inputs(text):
+        found.append(Matrix(f"{path}.per_layer_input_gate", inputs, hidden, linear=True))
+        found.append(Matrix(f"{path}.per_layer_projection", hidden, inputs, linear=True))
+        found += norm(f"{path}.post_per_layer_input_norm", hidden)
     if experts is None:
         return found
     found += [
@@ -179,6 +206,13 @@ def _gemma4(
     for extra in ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"):
         found += norm(f"{path}.{extra}", hidden)
     return found
+
+
+def per_layer_inputs(text: Config) -> int:
+    """Channels of the embeddings that Gemma 4's small models give every layer anew; 0 when there are none."""
+    if text.get("model_type") != "gemma4_text":
+        return 0
+    return int(text.get("hidden_size_per_layer_input", 256) or 0)
 
 
 def _searched(text: Config, index: int, hidden: int, path: str, name: str) -> list[Matrix]:

@@ -10,7 +10,7 @@ from pdkv.models.fields import HIDDEN, Config, first, positive, text_config
 from pdkv.models.latent import is_v4
 from pdkv.models.spec import LayerKind, LayerSpec, ModelSpec
 from pdkv.models.weights.attention import attention_matrices
-from pdkv.models.weights.feed_forward import feed_forward_matrices
+from pdkv.models.weights.feed_forward import feed_forward_matrices, per_layer_inputs
 from pdkv.models.weights.matrices import Matrix, Part, Split, linear, norm
 from pdkv.models.weights.state import state_matrices
 from pdkv.models.weights.towers import tower_matrices
@@ -48,6 +48,11 @@ def _parts(config: Config, spec: ModelSpec, draft_layers: int) -> tuple[Part, ..
     hidden = positive(text, HIDDEN, spec.name)
     vocabulary = positive(text, ("vocab_size", "padded_vocab_size"), spec.name)
     before = [*tower_matrices(config, text, spec.name), Matrix("embed_tokens", vocabulary, hidden, Split.VOCAB)]
+    if inputs := per_layer_inputs(text):
+        width = inputs * spec.decoder_layers
+        rows = positive(text, ("vocab_size_per_layer_input", "vocab_size"), spec.name)
+        before.append(Matrix("embed_tokens_per_layer", rows, width, Split.VOCAB))
+        before += [Matrix("per_layer_model_projection", width, hidden), *norm("per_layer_projection_norm", inputs)]
     by_layer: dict[int, list[LayerSpec]] = {}
     for cache in spec.layers:
         by_layer.setdefault(cache.layer, []).append(cache)
@@ -73,7 +78,7 @@ def _after(config: Config, text: Config, hidden: int, vocabulary: int, traits: T
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     if not (traits.tied if tied is None else tied):
         found.append(Matrix("lm_head", vocabulary, hidden, Split.VOCAB))
-        if traits.lm_head_bias:
+        if traits.lm_head_bias or text.get("lm_head_bias"):
             found.append(Matrix("lm_head.bias", vocabulary, 1, Split.VOCAB))
     return found
 
@@ -95,7 +100,8 @@ def _layer(text: Config, index: int, caches: list[LayerSpec], traits: Traits, na
     if kind == "deepseek_v4":
         found += _streams(text, path, hidden, name)
     skipped = kind == "nemotron-nas" and not caches
-    for which in _NORM_NAMES[1 if skipped else 0 : traits.norms]:
+    norms = 4 if text.get("use_post_norm") else traits.norms
+    for which in _NORM_NAMES[1 if skipped else 0 : norms]:
         found += norm(f"{path}.{which}", hidden, bias=traits.norm_bias)
     return found
 

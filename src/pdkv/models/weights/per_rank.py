@@ -50,9 +50,7 @@ def checkpoint_bytes(parts: Iterable[Part], quantization: Quantization, dtype: s
     )
 
 
-def _tensors(
-    matrices: Iterable[Matrix], quantization: Quantization, division: Division, dtype: str
-) -> Iterable[int]:
+def _tensors(matrices: Iterable[Matrix], quantization: Quantization, division: Division, dtype: str) -> Iterable[int]:
     """Bytes of every tensor that is allocated: matrices that are fused share one."""
     sizes: dict[str, int] = {}
     for matrix in matrices:

@@ -24,8 +24,14 @@ _ALIASES = (
     (".shared_expert.", ".shared_experts."),
 )
 # `--quantization` of a checkpoint in 16 bits: quantized at loading.
-_ONLINE = {"fp8": eight_bit("fp8", "tensor"), "fp8_per_tensor": eight_bit("fp8", "tensor"), "fp8_per_channel": eight_bit("fp8", "channel"),
-           "fp8_per_block": fp8_block(128), "mxfp8": MXFP8, "int8_per_channel": eight_bit("int8", "channel")}  # fmt: skip
+_ONLINE = {
+    "fp8": eight_bit("fp8", "tensor"),
+    "fp8_per_tensor": eight_bit("fp8", "tensor"),
+    "fp8_per_channel": eight_bit("fp8", "channel"),
+    "fp8_per_block": fp8_block(128),
+    "mxfp8": MXFP8,
+    "int8_per_channel": eight_bit("int8", "channel"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +205,9 @@ def _matcher(patterns: Iterable[str], *, exact: bool = False) -> Callable[[str],
             try:
                 expressions.append(re.compile(pattern[3:]))
             except re.error as error:
-                raise ConfigError(f"the ignore list has {pattern!r}, which is no regular expression ({error})") from error
+                raise ConfigError(
+                    f"the ignore list has {pattern!r}, which is no regular expression ({error})"
+                ) from error
         elif "*" in pattern:
             globs.append(_usual(pattern))
         else:
@@ -235,4 +243,6 @@ def _within_experts(pattern: str) -> str:
 
 def _experts_path(module: str) -> str:
     """What the first expert's part of a fused matrix is called in a checkpoint."""
-    return "model." + module.replace(".experts.gate_up_proj", ".experts.0.gate_proj").replace(".experts.down_proj", ".experts.0.down_proj")
+    return "model." + module.replace(".experts.gate_up_proj", ".experts.0.gate_proj").replace(
+        ".experts.down_proj", ".experts.0.down_proj"
+    )

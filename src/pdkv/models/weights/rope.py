@@ -24,8 +24,7 @@ def rope_bytes(text: Config, element_bytes: int) -> int:
     if not isinstance(length, int) or text.get("position_embedding_type") == "absolute":
         return 0
     return sum(
-        _rows(section, length) * _width(text, section, full=full) * element_bytes
-        for section, full in _sections(text)
+        _rows(section, length) * _width(text, section, full=full) * element_bytes for section, full in _sections(text)
     )
 
 

@@ -29,7 +29,10 @@ def state_matrices(text: Config, state: RecurrentState, path: str, name: str) ->
 
 
 def _gated_delta(text: Config, hidden: int, path: str, name: str) -> list[Matrix]:
-    heads, key_heads = positive(text, ("linear_num_value_heads",), name), positive(text, ("linear_num_key_heads",), name)
+    heads, key_heads = (
+        positive(text, ("linear_num_value_heads",), name),
+        positive(text, ("linear_num_key_heads",), name),
+    )
     key, value = positive(text, ("linear_key_head_dim",), name), positive(text, ("linear_value_head_dim",), name)
     kernel = positive(text, ("linear_conv_kernel_dim",), name)
     keys, values = key * key_heads, value * heads
@@ -89,7 +92,9 @@ def _mamba2(text: Config, state: RecurrentState, hidden: int, path: str) -> list
     found.append(Matrix(f"{path}.conv1d", channels, state.conv_rows + 1, Split.COLUMN))
     if first(text, ("use_conv_bias", "mamba_conv_bias")) is not False:
         found.append(Matrix(f"{path}.conv1d.bias", channels, 1, Split.COLUMN))
-    found += [Matrix(f"{path}.{part}", state.heads, 1, Split.COLUMN, dtype="float32") for part in ("dt_bias", "A_log", "D")]
+    found += [
+        Matrix(f"{path}.{part}", state.heads, 1, Split.COLUMN, dtype="float32") for part in ("dt_bias", "A_log", "D")
+    ]
     if text.get("mamba_rms_norm", True):
         found.append(Matrix(f"{path}.norm", inner, 1, Split.COLUMN))
     return found + linear(f"{path}.out_proj", hidden, inner, Split.ROW, bias=bias)

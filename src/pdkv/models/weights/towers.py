@@ -17,7 +17,7 @@ _WIDTH = ("hidden_size", "embed_dim", "vt_hidden_size", "width")
 _HEADS = ("num_attention_heads", "num_heads", "vt_num_attention_heads", "heads")
 _INNER = ("intermediate_size", "vt_intermediate_size")
 _COUNTED = ("qwen3_vl", "qwen3_5", "qwen2_5_vl", "gemma4_vision", "llama4_vision_model", "pixtral", "moonvit",
-            "kimi_k25_vision", "siglip_vision_model")  # fmt: skip
+            "kimi_k25", "siglip_vision_model")  # fmt: skip
 # What transformers takes for the fields of a tower that a config leaves out (its configuration classes).
 _DEFAULTS: dict[str, dict[str, int]] = {
     "pixtral": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
@@ -106,7 +106,9 @@ def _blocks(tower: _Tower, path: str, *, gated: bool, bias: bool, norms: int = 2
         found += linear(f"{at}.attn.qkv", 3 * width, width, Split.COLUMN, bias=bias)
         found += linear(f"{at}.attn.proj", width, width, Split.ROW, bias=bias)
         if gated:
-            found += linear(f"{at}.mlp.gate_proj", inner, width, Split.COLUMN, bias=bias, fused=f"{at}.mlp.gate_up_proj")
+            found += linear(
+                f"{at}.mlp.gate_proj", inner, width, Split.COLUMN, bias=bias, fused=f"{at}.mlp.gate_up_proj"
+            )
         found += linear(f"{at}.mlp.up_proj", inner, width, Split.COLUMN, bias=bias, fused=f"{at}.mlp.gate_up_proj")
         found += linear(f"{at}.mlp.down_proj", width, inner, Split.ROW, bias=bias)
         for number in range(norms):
@@ -133,7 +135,9 @@ def _qwen3_vl(vision: Config, name: str) -> list[Matrix]:
     tower = _sizes(vision, name)
     merged = tower.width * positive(vision, ("spatial_merge_size",), name) ** 2
     out = positive(vision, ("out_hidden_size",), name)
-    found = _patches(vision, tower.width, "visual", name, bias=True, frames=positive(vision, ("temporal_patch_size",), name))
+    found = _patches(
+        vision, tower.width, "visual", name, bias=True, frames=positive(vision, ("temporal_patch_size",), name)
+    )
     found.append(Matrix("visual.pos_embed", positive(vision, ("num_position_embeddings",), name), tower.width))
     found += _blocks(tower, "visual.blocks", gated=False, bias=True, norm_bias=True)
     found += _merger("visual.merger", merged, out, tower.width)
@@ -170,10 +174,15 @@ def _gemma4(vision: Config, hidden: int, name: str) -> list[Matrix]:
     head = positive(vision, ("head_dim",), name)
     found = _patches(vision, tower.width, "vision_tower", name, bias=False)
     # One row for each place, in each of two directions.
-    found.append(Matrix("vision_tower.position_embedding", 2 * positive(vision, ("position_embedding_size",), name), tower.width))
+    found.append(
+        Matrix("vision_tower.position_embedding", 2 * positive(vision, ("position_embedding_size",), name), tower.width)
+    )
     found += _blocks(tower, "vision_tower.layers", gated=True, bias=False, norms=4, norm_bias=False)
     for index in range(tower.depth):
-        found += [*norm(f"vision_tower.layers.{index}.q_norm", head), *norm(f"vision_tower.layers.{index}.k_norm", head)]
+        found += [
+            *norm(f"vision_tower.layers.{index}.q_norm", head),
+            *norm(f"vision_tower.layers.{index}.k_norm", head),
+        ]
     return [*found, Matrix("embed_vision.embedding_projection", hidden, tower.width)]
 
 
@@ -192,7 +201,9 @@ def _llama4(vision: Config, hidden: int, name: str) -> list[Matrix]:
         *norm("vision_model.layernorm_post", tower.width, bias=True),
         *linear("vision_model.vision_adapter.mlp.fc1", inner, shuffled, Split.COLUMN),
         *linear("vision_model.vision_adapter.mlp.fc2", out, inner, Split.ROW),
-        *linear("multi_modal_projector.linear_1", hidden, optional(vision, ("vision_output_dim",), name, out), Split.WHOLE),
+        *linear(
+            "multi_modal_projector.linear_1", hidden, optional(vision, ("vision_output_dim",), name, out), Split.WHOLE
+        ),
     ]
 
 
