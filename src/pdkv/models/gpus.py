@@ -1,4 +1,4 @@
-"""The devices that pdkv knows, from ``catalog/gpus.toml``: memory as the driver gives it, rates, links, each with its source."""
+"""The devices that pdkv knows (``catalog/gpus.toml``): memory as the driver gives it, rates, links, with sources."""
 
 from __future__ import annotations
 

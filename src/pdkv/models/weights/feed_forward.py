@@ -18,28 +18,10 @@ _SHARED_WIDTH = ("shared_expert_intermediate_size", "share_expert_dim", "share_e
 _WIDTH_IS_EXPERTS = ("mixtral", "minimax", "minimax_m2", "granitemoe", "granitemoeshared", "granitemoehybrid",
                      "gpt_oss", "llama4_text", "jamba", "phimoe", "olmoe")  # fmt: skip
 # Families whose router corrects its scores with a bias for each expert (noaux_tc), without a field that says so.
-_CORRECTED = frozenset(
-    [
-        "deepseek_v3",
-        "deepseek_v32",
-        "deepseek_v4",
-        "dots1",
-        "ernie4_5_moe",
-        "exaone_moe",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "glm4v_moe_text",
-        "glm_moe_dsa",
-        "kimi_k2",
-        "kimi_linear",
-        "mimo_v2",
-        "mimo_v2_flash",
-        "minimax_m2",
-        "nemotron_h",
-        "step3p5",
-        "step3p7",
-    ]
-)
+_CORRECTED = """
+    deepseek_v3 deepseek_v32 deepseek_v4 dots1 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite glm4v_moe_text glm_moe_dsa
+    kimi_k2 kimi_linear mimo_v2 mimo_v2_flash minimax_m2 nemotron_h step3p5 step3p7
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +138,7 @@ def _sparse(text: Config, experts: _Experts, hidden: int, traits: Traits, path: 
     # Nemotron 3, Kimi K3: experts work on fewer channels.
     latent = int(first(text, ("moe_latent_size", "routed_expert_hidden_size")) or hidden)
     found = [Matrix(f"{path}.gate", experts.count, hidden)]
-    if kind in _CORRECTED or text.get("use_moe_router_bias") or text.get("use_routing_bias"):
+    if kind in _CORRECTED.split() or text.get("use_moe_router_bias") or text.get("use_routing_bias"):
         found.append(Matrix(f"{path}.gate.e_score_correction_bias", experts.count, 1, dtype="float32"))
     elif kind == "gpt_oss":
         found.append(Matrix(f"{path}.gate.bias", experts.count, 1))
