@@ -49,13 +49,18 @@ class ByteTokenizer:
         self._inner.decoder = decoders.ByteLevel()
         self._inner.add_special_tokens(["<eos>", "<end>"])
         self.template_options: dict[str, Any] = {}
+        self.on_call: Callable[[str], None] = lambda text: None
         self.chat_template = "there is one" if chat else None
 
     @property
     def backend_tokenizer(self) -> Tokenizer:
         return self._inner
 
+    def get_vocab(self) -> dict[str, int]:
+        return self._inner.get_vocab()
+
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        self.on_call(text)
         return {"input_ids": self._inner.encode(text, add_special_tokens=add_special_tokens).ids}
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False, **_: Any) -> str:

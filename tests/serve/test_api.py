@@ -10,6 +10,7 @@ import httpx
 import pytest
 from tests.serve.asgi import Exchange, client_of, eventually, sse_events
 from tests.serve.fake import EOS, GRANT, ByteTokenizer, FakeInstance
+from tokenizers import Regex, normalizers
 
 from pdkv.core.ports import FinishReason
 from pdkv.errors import BadRequest, DoesNotFit
@@ -395,6 +396,24 @@ def test_bad_completions(changes: dict[str, Any], status: int, says: str) -> Non
     assert error["message"].isprintable()
     assert len(error["message"]) <= 2001
     assert not instance.requests
+
+
+@pytest.mark.parametrize(("path", "field"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
+def test_text_of_any_length_for_few_tokens_is_refused_untokenised(path: str, field: str) -> None:
+    """A tokenizer that makes one token of any run of unknown characters, as SentencePiece's do: there is no bound."""
+    instance = FakeInstance()
+    assert instance.model.tokenizer is not None
+    instance.model.tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("漢+"), "?")
+    called: list[int] = []
+    instance.model.tokenizer.on_call = lambda text: called.append(len(text))
+    for length, status in ((200_000, 200), (300_000, 400)):
+        text = "漢" * length
+        response = post(instance, path, {field: text if path == COMPLETIONS else [{"role": "user", "content": text}]})
+        assert response.status_code == status, response.text
+    assert (
+        "characters; with a context of 512 tokens at most 262144 are tokenised" in response.json()["error"]["message"]
+    )
+    assert max(called) < 262_144
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,23 @@ import pytest
 from tests.serve.fake import ByteTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from pdkv.serve.prompt_size import TokenBound, token_bound
+from pdkv.serve.prompt_size import TokenBound, most_characters, token_bound
 
 
 class Wrapped:
     def __init__(self, backend: Tokenizer) -> None:
         self.backend_tokenizer = backend
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend_tokenizer.get_vocab()
+
+
+def sentence_pieces(longest: int) -> Tokenizer:
+    """A Unigram model as SentencePiece makes them: `▁` for spaces, runs of unknown characters are one `<unk>`."""
+    pieces = [("<unk>", 0.0), ("▁", -2.0), ("a", -2.0), ("b", -3.0), ("a" * longest, -1.0)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    return tokenizer
 
 
 def byte_level(**changes: Any) -> Tokenizer:
@@ -62,3 +73,21 @@ def test_there_is_none_where_text_can_shrink() -> None:
     assert token_bound(Wrapped(swallowing)) is None
     words = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     assert token_bound(Wrapped(words)) is None
+
+
+@pytest.mark.parametrize("longest", [3, 40])
+def test_no_text_of_few_tokens_is_longer_where_no_character_vanishes(longest: int) -> None:
+    tokenizer = sentence_pieces(longest)
+    rng = random.Random(longest)
+    for _ in range(200):
+        text = "".join(rng.choices(["a", "a" * longest, "b", " ", "  "], k=rng.randrange(1, 30)))
+        tokens = len(tokenizer.encode(text).ids)
+        assert len(text) <= most_characters(Wrapped(tokenizer), tokens)
+    assert most_characters(Wrapped(tokenizer), 100) == 100 * max(longest, 16)
+    assert len(tokenizer.encode("漢" * 10_000).ids) <= 2, "these vanish: only their number can be limited"
+
+
+def test_a_token_that_is_added_counts_too() -> None:
+    tokenizer = sentence_pieces(3)
+    tokenizer.add_special_tokens(["<" + "x" * 70 + ">"])
+    assert most_characters(Wrapped(tokenizer), 2) == 2 * 72

@@ -20,7 +20,7 @@ from pdkv.serve.detokenizer import TextStream
 from pdkv.serve.engine import ServedInstance, UpdateLike
 from pdkv.serve.openai import ApiError, ChatMessage, ChatRequest, Generation
 from pdkv.serve.params import grant_to_params
-from pdkv.serve.prompt_size import token_bound
+from pdkv.serve.prompt_size import most_characters, token_bound
 
 _FAILED_CHECK_S = 2.0
 _LONG_TEXT = 1 << 18  # characters; shorter ones are tokenised within a second, whatever they are
@@ -71,6 +71,9 @@ class Frontend:
         # One thread: a Hugging Face tokenizer cannot be called from several, and long prompts must not stop the loop.
         self._tokenizer_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pdkv-tokenizer")
         self._bound = functools.cache(lambda: token_bound(instance.model.tokenizer))
+        self._most_characters = functools.cache(
+            lambda: max(_LONG_TEXT, most_characters(instance.model.tokenizer, instance.info.max_model_len))
+        )
 
     def close(self) -> None:
         """Stop the tokenizer thread."""
@@ -117,10 +120,20 @@ class Frontend:
     def _encode_text(self, text: str, add_special_tokens: bool) -> Int32Array:
         if self.instance.model.tokenizer is None:
             raise BadRequest(f"the model {self.instance.info.model_name} has no tokenizer; send prompts as token ids")
-        if len(text) > _LONG_TEXT and (bound := self._bound()) is not None:
-            self._room(bound.tokens_at_least(text), "at least ")
+        if len(text) > _LONG_TEXT:
+            self._refuse_too_long(text)
         ids = self.instance.model.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return np.asarray(ids, dtype=np.int32)
+
+    def _refuse_too_long(self, text: str) -> None:
+        """Raises `BadRequest` for what would keep the tokenizer busy, to be refused afterwards."""
+        if (bound := self._bound()) is not None:
+            self._room(bound.tokens_at_least(text), "at least ")
+        if len(text) > (most := self._most_characters()):
+            raise BadRequest(
+                f"the prompt has {len(text)} characters; with a context of {self.instance.info.max_model_len} tokens "
+                f"at most {most} are tokenised here. Shorten it, or send it as token ids"
+            )
 
     def _encode_messages(self, messages: list[dict[str, Any]], request: ChatRequest) -> Int32Array:
         continued = bool(request.continue_final_message)

@@ -1,4 +1,8 @@
-"""How many tokens a text has at least, without tokenising it: tens of megabytes take a tokenizer a minute."""
+"""Which texts are too long to be tokenised at all: tens of megabytes take a tokenizer a minute.
+
+Byte-level BPE gives a lower bound of the tokens. Of every other kind (and of bytes that byte-level BPE drops) a text of
+any length can become few tokens, for spaces may be stripped and unknown characters fused, so characters are limited.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,17 @@ import json
 import unicodedata
 from dataclasses import dataclass
 from typing import Any
+
+_CHARS_PER_TOKEN = 16  # more than any language or program has, where no single token is as long
+
+
+def most_characters(tokenizer: Any, most_tokens: int) -> int:
+    """How long a text of ``most_tokens`` tokens can be in characters, where none of them vanish.
+
+    Everything that is longer holds more tokens, or is mostly of characters that become none.
+    """
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    return most_tokens * max(longest, _CHARS_PER_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)
