@@ -13,7 +13,7 @@ PORT  ?= 8000
 ARGS  ?=
 PEER_PYTHON ?=
 
-FAST_TESTS := tests/core tests/layout tests/models tests/logs tests/plan tests/cli
+FAST_TESTS := tests/core tests/layout tests/models tests/logs tests/plan tests/explain tests/cli
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test check bench format clean

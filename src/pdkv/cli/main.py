@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from pdkv import __version__
 from pdkv.errors import PdkvError
 
-VERBS = ("plan", "serve", "demo")
+VERBS = ("plan", "explain", "serve", "demo")
 
 
 class _Verbs(TyperGroup):

@@ -1,7 +1,8 @@
 """Which release of vLLM the sizes agree with: 0.32, recorded to the block, and what older releases did differently.
 
-The older rules serve to read logs of running deployments. They come from vLLM's public change history, named at each
-property, and from field logs (0.19); a change that was merged between two releases is put to the later one.
+The older rules serve to read logs of running deployments; those before 0.8 are the V0 engine's. They come from vLLM's
+public change history, named at each property, and from field logs (0.19); a change that was merged between two releases
+is put to the later one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 from pdkv.errors import ConfigError
 
-OLDEST, NEWEST = (0, 10), (0, 32)
+OLDEST, NEWEST = (0, 6), (0, 32)
 
 
 def _parts(version: str) -> tuple[int, int]:
@@ -47,8 +48,13 @@ class VllmRules:
 
     @property
     def null_blocks(self) -> int:
-        """Blocks of a pool that never hold KV: block 0 pads block tables."""
-        return 1
+        """Blocks of a pool that never hold KV: block 0 pads block tables. The V0 engine kept none back."""
+        return 1 if self._since("0.8") else 0
+
+    @property
+    def has_hybrid_manager(self) -> bool:
+        """Whether windows and chunks get groups of their own (pull request 17996); before, they were kept in full."""
+        return self._since("0.9")
 
     @property
     def group_size_stretch(self) -> float:

@@ -159,6 +159,11 @@ _CAPACITY = (
         rf"aximum concurrency for {_TOKENS} tokens per request: (\d{{1,12}}\.\d{{1,6}})x",
     ),
     _shape("blocks", " blocks: ", rf"# (GPU|CUDA|cuda|rocm|xpu|hpu|cpu|neuron|tpu) blocks: {_INT}"),
+    _shape(
+        "final_blocks",
+        "num_gpu_blocks is: ",
+        rf"Engine {_INT}: vllm cache_config_info with initialization after num_gpu_blocks is: {_INT}",
+    ),
     _shape("override", "with num_gpu_blocks_override=", rf"num_gpu_blocks={_INT} with num_gpu_blocks_override={_INT}"),
     _shape("fitted", "Auto-fit max_model_len: reduced", rf"Auto-fit max_model_len: reduced from {_INT} to {_INT}"),
     _shape("fits_whole", "Auto-fit max_model_len: full", rf"full model context length {_INT} fits"),

@@ -286,6 +286,12 @@ class Start:
         engine.num_blocks = blocks if engine.num_blocks is None else min(engine.num_blocks, blocks)
         engine.device = match[1]
 
+    def _on_final_blocks(self, _speaker: Speaker, match: re.Match[str]) -> None:
+        # The API server says it, of engines by number: they are in the order in which they printed their capacity.
+        sized = [engine for engine in self._engines.values() if engine.sized]
+        if int(match[1]) < len(sized):
+            sized[int(match[1])].num_blocks = int(match[2])
+
     def _on_override(self, speaker: Speaker, match: re.Match[str]) -> None:
         # From 0 blocks is the small cache of the CUDA graph estimate, not a user's override.
         if int(match[1]) > 0:

@@ -1,0 +1,77 @@
+"""What a person points at -> an answer: a log, a directory of logs, two logs, standard input, or URLs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdkv.errors import ConfigError, PdkvError
+from pdkv.explain.report import Explanation
+from pdkv.explain.startup import explain_start
+from pdkv.logs.parser import read_startup_log
+from pdkv.logs.startup import StartupLog
+from pdkv.models.spec import ModelSpec
+from pdkv.source import find_spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A file of a directory that is no start-up log, and why."""
+
+    source: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directory:
+    """Every log of a directory, by name."""
+
+    starts: tuple[Explanation, ...]
+    refused: tuple[Refused, ...]
+
+
+Answer = Explanation | Directory
+
+
+def explain_sources(sources: Sequence[str], *, model: str | None = None) -> Answer:
+    """Explain one log or a directory of logs.
+
+    Raises ConfigError when a source cannot be read or is not what it should be.
+    """
+    spec = None if model is None else find_spec(model).spec
+    if len(sources) == 1 and Path(sources[0]).is_dir():
+        return _directory(Path(sources[0]), spec)
+    if len(sources) == 1:
+        return explain_log(sources[0], spec)
+    raise ConfigError(f"{len(sources)} sources: give one log or one directory")
+
+
+def explain_log(source: str, spec: ModelSpec | None = None) -> Explanation:
+    """Explain the log ``source``, of the model ``spec`` or the one that the log names."""
+    log = read_startup_log(source)
+    return explain_start("standard input" if source == "-" else source, log, spec or model_of(log))
+
+
+def model_of(log: StartupLog) -> ModelSpec | None:
+    """The model that a log names, when the catalogue knows it or its directory is on this machine."""
+    if log.settings.model is None:
+        return None
+    try:
+        return find_spec(log.settings.model).spec
+    except PdkvError:
+        return None
+
+
+def _directory(path: Path, spec: ModelSpec | None) -> Directory:
+    starts, refused = [], []
+    files = sorted(entry for entry in path.iterdir() if entry.is_file() and not entry.name.startswith("."))
+    for entry in files:
+        try:
+            starts.append(explain_log(str(entry), spec))
+        except PdkvError as error:
+            refused.append(Refused(source=str(entry), error=str(error)))
+    if not starts:
+        reason = f"none of its {len(refused)} files is a start-up log of vLLM" if refused else "it holds no file"
+        raise ConfigError(f"{path}: {reason}; give a directory with the output of `vllm serve`, a file for every start")
+    return Directory(starts=tuple(starts), refused=tuple(refused))

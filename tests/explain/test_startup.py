@@ -1,0 +1,213 @@
+"""`pdkv explain LOG`: the printed capacity recomputed to the block, and findings whose numbers can be checked by hand."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from tests.explain.models import gemma_12b, llama_3b, llama_8b
+from tests.logs import samples
+
+from pdkv.errors import ConfigError
+from pdkv.explain.report import Explanation, Finding, Severity
+from pdkv.explain.sources import Directory, explain_log, explain_sources
+from pdkv.explain.startup import explain_start
+from pdkv.logs.parser import read_startup_log
+from pdkv.models.spec import ModelSpec
+from pdkv.units import GIB
+
+
+def explained(text: str, spec: ModelSpec | None = None) -> Explanation:
+    return explain_start("test", read_startup_log(io.BytesIO(text.encode())), spec)
+
+
+def finding(answer: Explanation, name: str) -> Finding:
+    found = {item.id: item for item in answer.findings}
+    assert name in found, sorted(found)
+    return found[name]
+
+
+def ids(answer: Explanation) -> set[str]:
+    return {item.id for item in answer.findings}
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "blocks", "block_bytes", "groups", "per_request"),
+    [
+        ("meta-llama-llama-3-1-8b---h100-80gb--tp1pp1dp1--8192.log", llama_8b(), 29751, 2097152, 1, 512),
+        ("meta-llama-llama-3--h100-80gb--tp1pp1dp1--8192-dtf32.log", llama_8b(), 10956, 4194304, 1, 512),
+        ("meta-llama-llama-3-1-8b---h100-80gb--tp1pp2dp1--8192.log", llama_8b(), 67207, 1048576, 1, 512),
+        ("meta-llama-llama-3-1-8b---h100-80gb--tp4pp1dp1--8192.log", llama_8b(), 138112, 524288, 1, 512),
+        ("meta-llama-llama-3-1-8b--h100-80gb--tp1pp1dp1--32768.log", llama_8b(), 29751, 2097152, 1, 2048),
+        ("google-gemma-3-12b-it--h100-80gb--tp1pp1dp1--8192.log", gemma_12b(), 48867, 1048576, 6, 3077),
+    ],
+)
+def test_real_logs_are_recomputed_to_the_block(
+    shared: Path, name: str, spec: ModelSpec, blocks: int, block_bytes: int, groups: int, per_request: int
+) -> None:
+    answer = explain_log(str(shared / "field" / "logs" / name), spec)
+    assert answer.agrees is True
+    numbers = answer.recomputed
+    assert numbers is not None
+    assert (numbers.num_blocks, numbers.num_blocks_low) == (blocks, blocks)
+    assert (numbers.bytes_per_block, len(numbers.groups)) == (block_bytes, groups)
+    assert numbers.blocks_per_max_len_request == per_request
+    assert numbers.kv_cache_size_tokens == answer.observed["kv_cache_size_tokens"]
+
+
+def test_without_the_debug_line_the_rounded_memory_leaves_a_range_that_holds_the_truth(shared: Path) -> None:
+    path = shared / "field" / "logs" / "google-gemma-3-12b-it--h100-80gb--tp1pp1dp1--8192.log"
+    lines = [line for line in path.read_text().splitlines() if "num_gpu_blocks is" not in line]
+    numbers = explained("\n".join(lines), gemma_12b()).recomputed
+    assert numbers is not None
+    assert numbers.num_blocks_low == 48864
+    assert numbers.num_blocks == numbers.num_blocks_high == 48869
+
+
+def test_a_log_of_another_model_does_not_agree(shared: Path) -> None:
+    name = "meta-llama-llama-3-1-8b---h100-80gb--tp1pp1dp1--8192.log"
+    answer = explain_log(str(shared / "field" / "logs" / name), llama_3b())
+    assert answer.agrees is False
+    assert finding(answer, "printed-capacity-differs").severity is Severity.WARNING
+    assert not {"null-block", "block-rounding"} & ids(answer)
+
+
+def test_one_changed_digit_is_noticed() -> None:
+    """The recomputation must be able to fail: one block more or less is enough."""
+    log = """\
+(EngineCore pid=1) INFO [core.py:1] Initializing a V1 LLM engine (v0.19.0) with config: model='m', dtype=torch.bfloat16, max_seq_len=8192, tensor_parallel_size=1, kv_cache_dtype=auto)
+(EngineCore pid=1) INFO [gpu_worker.py:1] Available KV cache memory: 58.11 GiB
+(EngineCore pid=1) INFO [kv_cache_utils.py:1] GPU KV cache size: {tokens} tokens
+(EngineCore pid=1) INFO [kv_cache_utils.py:1] Maximum concurrency for 8,192 tokens per request: {times}x
+"""
+    assert explained(log.format(tokens="476,016", times="58.11"), llama_8b()).agrees is True
+    assert explained(log.format(tokens="476,015", times="58.11"), llama_8b()).agrees is False
+    assert explained(log.format(tokens="476,016", times="58.12"), llama_8b()).agrees is False
+    # 29,755 blocks are more than 58.115 GiB hold.
+    assert explained(log.format(tokens="476,080", times="58.12"), llama_8b()).agrees is False
+
+
+def test_the_032_line_means_concurrency_times_length() -> None:
+    log = """\
+(EngineCore pid=1) INFO [core.py:1] Initializing a V1 LLM engine (v0.32.0) with config: model='m', dtype=torch.bfloat16, max_seq_len=131072, tensor_parallel_size=1, kv_cache_dtype=auto)
+INFO Chunked prefill is enabled with max_num_batched_tokens=8192.
+(EngineCore pid=1) INFO [gpu_worker.py:1] Available KV cache memory: 40.0 GiB
+(EngineCore pid=1) INFO GPU KV cache size: {tokens:,} tokens, Maximum concurrency for 131,072 tokens per request: {times:.2f}x
+"""
+    # Two steps in flight: 1,023 + 2 x 8,192 tokens of window and one block more in each of five groups, and the full one.
+    times = 40 * 1024 / (5 * (17_407 // 16 + 2) + 131_072 // 16)
+    answer = explained(log.format(tokens=int(times * 131_072), times=times), gemma_12b())
+    assert answer.agrees is True, answer.findings
+    assert "concurrency x length" in finding(answer, "kv-cache-size-meaning").text
+    # A decoding request keeps 65 blocks of each of the five window groups and 8,192 of the full one.
+    assert "holds 8,517 blocks" in finding(answer, "window-reserve").text
+
+
+def test_the_slowest_stage_is_named_with_what_the_other_leaves_unused(shared: Path) -> None:
+    name = "meta-llama-llama-3-1-8b---h100-80gb--tp1pp2dp1--8192.log"
+    item = finding(explain_log(str(shared / "field" / "logs" / name), llama_8b()), "bottleneck-rank")
+    assert item.text.startswith("PP1 has the least room")
+    # 66.54 GiB less 67,207 blocks of 1 MiB, within the rounding.
+    assert item.bytes == pytest.approx(66.54 * GIB - 67207 * 2**20, abs=GIB / 100)
+
+
+def test_unknown_ranks_explain_a_smaller_pool() -> None:
+    log = samples.V1_0_9.replace("(VllmWorker rank=1 pid=201) INFO 06-01 00:00:50 [gpu_worker.py:227] Available", "")
+    log = log.replace("v0.9.1", "v0.11.0").replace("kv_cache_dtype=fp8", "kv_cache_dtype=auto")
+    answer = explained(log.replace("178,880", "200,000").replace("1.36x", "1.53x"), llama_8b())
+    assert answer.agrees is None
+    # 12.565 GiB hold 12,866 blocks of 1 MiB on each of two ranks; 200,000 tokens are 12,500.
+    assert finding(answer, "another-rank-had-less").bytes == (12866 - 12500) * 2**20
+
+
+def test_settings_that_the_log_leaves_out_are_found_by_what_it_prints() -> None:
+    log = """\
+INFO GPU KV cache size: 130,304 tokens
+INFO Maximum concurrency for 8,192 tokens per request: 15.88x
+INFO Available KV cache memory: 47.72 GiB
+"""
+    answer = explained(log, gemma_12b())
+    assert answer.agrees is True
+    assert "max_num_batched_tokens 8192" in finding(answer, "assumed").text
+
+
+# ------------------------------------------------------------------------------------------------------- failed starts
+
+
+def real(shared: Path, name: str, spec: ModelSpec | None = None) -> Explanation:
+    return explain_log(str(shared / "field" / "logs" / name), spec)
+
+
+def test_a_device_in_use_names_the_largest_share_that_starts(shared: Path) -> None:
+    answer = real(shared, "codellama-codellama-34b---h100-80gb--tp2pp1dp1--8192.FAILED.log")
+    assert finding(answer, "failed-device-memory-in-use").text.startswith("GPU 1 had 60.87 GiB of 79.19 GiB free")
+    share = float(finding(answer, "smallest-change").text.rsplit(" ", 1)[1])
+    assert share * 79.19 <= 60.87 < (share + 0.01) * 79.19
+
+
+def test_sampler_memory_gives_the_sequences_that_fit(shared: Path) -> None:
+    answer = real(shared, "openai-gpt-oss-20b--h100-80gb--tp2pp1dp1--8192.FAILED.log")
+    change = finding(answer, "smallest-change").text
+    sequences = int(change.rsplit(" ", 1)[1])
+    assert sequences * 786 / 1024 <= 298.5 < (sequences + 8) * 786 / 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("microsoft-phi-2--h100-80gb--tp1pp1dp1--8192.FAILED.log", "--max-model-len 2048"),
+        ("meta-llama-llama-3-1-8b---h100-80gb--tp1pp1dp2--8192.FAILED.log", "give the container 2 GPUs"),
+        ("google-gemma-3-4b-it--h100-80gb--tp1pp1dp1--8192.FAILED.log", "give a token with access"),
+    ],
+)
+def test_other_failures_say_what_to_change(shared: Path, name: str, change: str) -> None:
+    assert finding(real(shared, name), "smallest-change").text.startswith(change)
+
+
+def test_a_request_that_does_not_fit_gets_every_way_out() -> None:
+    answer = explained(samples.TOO_LONG, llama_3b())
+    assert answer.recomputed is not None
+    assert answer.recomputed.needed_bytes == 14 * GIB
+    ways = [item.text for item in answer.findings if item.id in ("smallest-change", "other-change")]
+    assert ways == ["--kv-cache-dtype fp8", "--max-model-len 117392 (or auto)"]
+
+
+def test_more_of_the_device_comes_first_where_it_is_free() -> None:
+    log = samples.TOO_LONG.replace(
+        "(EngineCore_DP0 pid=7) INFO 10-01 00:01:00",
+        "(EngineCore_DP0 pid=7) DEBUG worker init memory snapshot: torch_peak=0.0GiB, free_memory=21.8GiB, "
+        "total_memory=22.03GiB, cuda_memory=0.2GiB\n"
+        "(EngineCore_DP0 pid=7) DEBUG Initial free memory: 21.8 GiB; Requested memory: 0.850000 (util), 18.73 GiB\n"
+        "(EngineCore_DP0 pid=7) INFO 10-01 00:01:00",
+        1,
+    )
+    text = finding(explained(log, llama_3b()), "smallest-change").text
+    share = float(text.removeprefix("--gpu-memory-utilization "))
+    assert (share - 0.85) * 22.03 >= 14.0 - 12.54
+    assert share * 22.03 <= 21.8
+
+
+def test_more_sequences_than_states() -> None:
+    log = (
+        samples.V1_0_7 + "ValueError: max_num_seqs (1024) exceeds available Mamba cache blocks (614). Each decode ...\n"
+    )
+    assert finding(explained(log), "smallest-change").text == "--max-num-seqs 614"
+
+
+# -------------------------------------------------------------------------------------------------------------- sources
+
+
+def test_a_directory_is_explained_log_by_log(shared: Path) -> None:
+    answer = explain_sources([str(shared / "field" / "logs")])
+    assert isinstance(answer, Directory)
+    assert len(answer.starts) == 35
+    assert not answer.refused
+
+
+def test_sources_that_are_nothing(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ConfigError, match="none of its 1 files is a start-up log"):
+        explain_sources([str(tmp_path)])
+    with pytest.raises(ConfigError, match="No such file"):
+        explain_sources([str(tmp_path / "no.log")])
