@@ -209,6 +209,7 @@ class Control:
         router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.IPV6, int(":" in self.host))
         try:
             router.bind(endpoint(self.host, self.port if self.port else "*"))
         except (zmq.ZMQError, OverflowError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import ipaddress
 import logging
 
 import zmq
@@ -31,7 +32,8 @@ class Handshake(enum.Enum):
 class PeerLink:
     """A connection to ``peer``. Sending never blocks: what does not fit is lost, and what must not be lost times out.
 
-    Raises ``zmq.ZMQError`` when the address cannot be one.
+    ``peer.host`` is an address: ZMQ would look a name up on the thread that carries every heartbeat (`serve` does it
+    before). Raises ``zmq.ZMQError`` or ``ValueError`` when it cannot be one.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], peer: Peer, now_ns: int) -> None:
@@ -52,9 +54,11 @@ class PeerLink:
         self.socket = self._open()
 
     def _open(self) -> zmq.Socket[bytes]:
+        address = ipaddress.ip_address(self.peer.host)
         opened: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         opened.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         opened.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
+        opened.setsockopt(zmq.IPV6, int(address.version == 6))
         opened.setsockopt(zmq.LINGER, 200)  # a DONE sent just before closing still goes out
         opened.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT_MS)
         # Tells of a connection that broke or was refused, so that nobody waits for an answer from a dead peer.

@@ -129,9 +129,10 @@ class InstanceApi:
         answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
         try:
             prompts, generation = await self._parse(body, chat=chat)
+            generation = await self.frontend.with_addresses(generation)
             choices = self.frontend.plan(prompts, generation, answer_id)
         except Exception:
-            self.frontend.release(offered_sources(body.get("kv_transfer_params")))
+            await self.frontend.release(offered_sources(body.get("kv_transfer_params")))
             raise
         self.frontend.submit(choices)
         answer = Answer(

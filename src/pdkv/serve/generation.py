@@ -7,7 +7,7 @@ import functools
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +19,8 @@ from pdkv.runtime.shown import readable
 from pdkv.serve.detokenizer import TextStream
 from pdkv.serve.engine import ServedInstance, UpdateLike
 from pdkv.serve.openai import ApiError, ChatMessage, ChatRequest, Generation
-from pdkv.serve.params import grant_to_params
+from pdkv.serve.params import TransferRequest, grant_to_params
+from pdkv.serve.peer_names import PeerNames
 from pdkv.serve.prompt_size import most_characters, token_bound
 
 _FAILED_CHECK_S = 2.0
@@ -68,6 +69,7 @@ class Frontend:
     def __init__(self, instance: ServedInstance, arrivals: Arrivals) -> None:
         self.instance = instance
         self._arrivals = arrivals
+        self._names = PeerNames()
         # One thread: a Hugging Face tokenizer cannot be called from several, and long prompts must not stop the loop.
         self._tokenizer_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pdkv-tokenizer")
         self._bound = functools.cache(lambda: token_bound(instance.model.tokenizer))
@@ -76,8 +78,9 @@ class Frontend:
         )
 
     def close(self) -> None:
-        """Stop the tokenizer thread."""
+        """Stop the tokenizer thread and all look-ups."""
         self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
+        self._names.close()
 
     async def encode(self, prompt: str | list[int]) -> Int32Array:
         """The prompt as int32[n], n >= 1. Raises `BadRequest` for ids outside the vocabulary or an empty prompt."""
@@ -150,6 +153,18 @@ class Frontend:
             text = f"messages: the model's chat template refused them: {error}"
             raise ApiError(400, text, param="messages") from None
         return self._encode_text(text, False)
+
+    async def with_addresses(self, generation: Generation) -> Generation:
+        """``generation`` with the peers' host names looked up."""
+
+        async def one(transfer: TransferRequest) -> TransferRequest:
+            return (
+                transfer
+                if transfer.source is None
+                else TransferRequest(source=await self._names.resolve(transfer.source))
+            )
+
+        return replace(generation, transfers=tuple(await asyncio.gather(*map(one, generation.transfers))))
 
     def plan(self, prompts: Sequence[Int32Array], generation: Generation, base_id: str) -> list[Choice]:
         """The choices of a request, prompt by prompt, not yet submitted. Raises `BadRequest`."""
@@ -259,10 +274,10 @@ class Frontend:
             elif not choice.submitted and choice.request.source is not None:
                 self.instance.release(choice.request.source)
 
-    def release(self, sources: Sequence[RemoteSource]) -> None:
+    async def release(self, sources: Sequence[RemoteSource]) -> None:
         """Give grants back that will never be used, because the request was refused."""
         for source in sources:
-            self.instance.release(source)
+            self.instance.release(await self._names.resolve(source))
 
     async def deltas(self, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, Delta]]:
         """The deltas of all choices as they come. Ends when all have finished; leaving early aborts the rest.
