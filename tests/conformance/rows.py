@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Group, StateGroup, WindowGroup
+from pdkv.core.blocks.groups import (
+    ChunkedGroup,
+    CrossGroup,
+    Drafting,
+    FullGroup,
+    Group,
+    ReferenceWindowGroup,
+    RingGroup,
+    StateGroup,
+    WindowGroup,
+)
 
 Row = dict[str, Any]
 
@@ -40,7 +50,20 @@ def group_of(facts: Row) -> Group:
     if kind == "mamba":
         aligned = facts.get("mamba_cache_mode", "none") == "align"
         return StateGroup(block_size=size, aligned=aligned, speculative_blocks=facts.get("num_speculative_blocks", 0))
+    if kind == "rswa":
+        return ReferenceWindowGroup(block_size=size, window=facts["rswa_window"])
+    if kind == "circular_buffer":
+        return RingGroup(block_size=size)
+    if kind == "cross_attention":
+        return CrossGroup(block_size=size, encoder_tokens=facts["max_encoder_tokens"])
     raise Unreadable(f"a group of kind {kind}")
+
+
+def drafting_of(config: Row) -> Drafting:
+    """What a recorded drafter does to cached prefixes."""
+    lookahead = config.get("num_prefill_lookahead", 0)
+    groups = config.get("eagle_groups", ())
+    return Drafting(groups=frozenset(groups), unsettled_tokens=max(lookahead - 1, 0))
 
 
 def watermark_share(config: Row) -> float:

@@ -69,7 +69,8 @@ class NewRequest:
 
     ``cache_salt``, ``lora`` and ``items`` (by offset) make equal tokens differ in the prefix cache.
     ``skip_reading_prefix_cache`` computes every token anew (it may still be hit by others); ``report_hits`` announces
-    the blocks it hits in the KV events once more.
+    the blocks it hits in the KV events once more. ``encoder_tokens`` are those that an encoder puts out for it (models
+    with cross attention).
 
     ``produce`` keeps the KV under a lease when the request finishes (P's leg: ``do_remote_decode``); ``source`` says
     where the prompt's KV already is (D's leg: ``do_remote_prefill``).
@@ -86,6 +87,7 @@ class NewRequest:
     items: tuple[MultimodalItem, ...] = ()
     skip_reading_prefix_cache: bool = False
     report_hits: bool = False
+    encoder_tokens: int = 0
     produce: bool = False
     source: RemoteSource | None = None
 

@@ -6,7 +6,8 @@ All groups draw from one pool. Sizes are tokens. The rules of each kind are in `
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from pdkv.errors import ConfigError
 
@@ -49,7 +50,56 @@ class StateGroup:
     speculative_blocks: int = 0
 
 
-Group = FullGroup | WindowGroup | ChunkedGroup | StateGroup
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceWindowGroup:
+    """R-SWA: a token sees the whole prompt and the last ``window`` tokens; what lies between is given back."""
+
+    block_size: int
+    window: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingGroup:
+    """A circular buffer (the states that a compressor has not written yet): one block for life, never hit."""
+
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossGroup:
+    """Cross attention: the encoder's output, there from admission on; ``encoder_tokens`` at most for one request."""
+
+    block_size: int
+    encoder_tokens: int
+
+
+#: Layers that only encode keep no KV, so they are in no group.
+Group = FullGroup | WindowGroup | ChunkedGroup | StateGroup | ReferenceWindowGroup | RingGroup | CrossGroup
+
+
+def is_cacheable(group: Group) -> bool:
+    """Whether blocks of ``group`` can be hit; those of the others are scratch of their request."""
+    return not isinstance(group, RingGroup | CrossGroup)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """What a drafter that reads the model's hidden states (EAGLE, MTP) does to cached prefixes (block-pool 4-5).
+
+    ``groups`` drop the end of what they hit, which the drafter must see computed; the last ``unsettled_tokens`` before
+    the next one may be computed again with other successors, so they are never cached (multi-module MTP).
+    """
+
+    groups: frozenset[int] = frozenset()
+    unsettled_tokens: int = 0
+
+    def over(self, groups: Sequence[Group]) -> Drafting:
+        """The same for groups that hit together: where one of several equal ones drops, all do."""
+        dropping = {groups[number] for number in self.groups}
+        return replace(self, groups=frozenset(number for number, group in enumerate(groups) if group in dropping))
+
+
+NO_DRAFTING = Drafting()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +130,11 @@ def granularity(groups: tuple[Group, ...], *, hash_tokens: int | None, enable_ca
     states = [group for group in groups if isinstance(group, StateGroup)]
     if not enable_caching or any(not state.aligned for state in states):
         return Granularity(scheduler, scheduler if hash_tokens is None else hash_tokens, scheduler)
-    unit = math.gcd(*sizes) if hash_tokens is None else hash_tokens
-    if any(size % unit for size in sizes):
+    hashed = [group.block_size for group in groups if is_cacheable(group)] or sizes
+    unit = math.gcd(*hashed) if hash_tokens is None else hash_tokens
+    if unit < 1 or any(size % unit for size in hashed):
         raise ConfigError(
-            f"one hash covers {unit} tokens, but the groups' blocks hold {sizes}: each must be a multiple of it. "
+            f"one hash covers {unit} tokens, but the groups' blocks hold {hashed}: each must be a multiple of it. "
             "Choose a prefix match unit that divides them all"
         )
     coarse = any(isinstance(group, WindowGroup | ChunkedGroup) and group.block_size != unit for group in groups)
@@ -91,20 +142,29 @@ def granularity(groups: tuple[Group, ...], *, hash_tokens: int | None, enable_ca
     return Granularity(scheduler, unit, unit if fine else scheduler)
 
 
-def check_groups(groups: tuple[Group, ...], *, enable_caching: bool, retention_interval: int | None) -> None:
-    """Raises `ConfigError` for sizes that cannot be."""
+def check_groups(
+    groups: tuple[Group, ...],
+    *,
+    enable_caching: bool,
+    retention_interval: int | None,
+    drafting: Drafting = NO_DRAFTING,
+) -> None:
+    """Raises `ConfigError` for sizes that cannot be, and for kinds that do not go together."""
     for number, group in enumerate(groups):
         reach = {"block_size": group.block_size}
-        if isinstance(group, WindowGroup):
+        if isinstance(group, WindowGroup | ReferenceWindowGroup):
             reach["window"] = group.window
         elif isinstance(group, ChunkedGroup):
             reach["chunk"] = group.chunk
+        elif isinstance(group, CrossGroup):
+            reach["encoder_tokens"] = group.encoder_tokens
         for name, tokens in reach.items():
             if tokens < 1:
                 raise ConfigError(f"group {number}: {name} is {tokens}; it must be at least 1 token")
     scheduler = math.lcm(*(group.block_size for group in groups))
     if enable_caching:
         _check_caching(groups, scheduler)
+        _check_drafting(groups, scheduler, drafting)
     if retention_interval in (None, 0):
         return
     assert retention_interval is not None
@@ -122,7 +182,14 @@ def check_groups(groups: tuple[Group, ...], *, enable_caching: bool, retention_i
 
 def _check_caching(groups: tuple[Group, ...], scheduler: int) -> None:
     sizes = [group.block_size for group in groups]
+    if not any(is_cacheable(group) for group in groups):
+        raise ConfigError("no group's blocks can be hit, so there is nothing to cache. Turn prefix caching off")
     for number, group in enumerate(groups):
+        if isinstance(group, ReferenceWindowGroup | CrossGroup):
+            raise ConfigError(
+                f"group {number}: {type(group).__name__} blocks cannot be shared between requests, so a model that has "
+                "them is served without prefix caching. Turn prefix caching off"
+            )
         if not isinstance(group, ChunkedGroup):
             continue
         if any(size != scheduler for size in sizes):
@@ -139,4 +206,20 @@ def _check_caching(groups: tuple[Group, ...], scheduler: int) -> None:
     if len(states) > 1:
         raise ConfigError(
             f"groups of aligned states must have one block size, where their chunks end; they have {sorted(states)}"
+        )
+
+
+def _check_drafting(groups: tuple[Group, ...], scheduler: int, drafting: Drafting) -> None:
+    for number in sorted(drafting.groups):
+        if number >= len(groups):
+            raise ConfigError(f"the drafter's layers are said to be in group {number}; there are {len(groups)} groups")
+        if isinstance(groups[number], ChunkedGroup):
+            raise ConfigError(
+                f"group {number}: a drafter that drops the end of cached prefixes does not go with chunked local "
+                "attention. Turn prefix caching off, or draft without the model's hidden states"
+            )
+    if drafting.groups and scheduler <= drafting.unsettled_tokens:
+        raise ConfigError(
+            f"{drafting.unsettled_tokens + 1} draft modules in a row reach beyond the {scheduler} tokens that a cached "
+            "prefix loses. Use larger blocks, fewer draft tokens, or no prefix caching"
         )

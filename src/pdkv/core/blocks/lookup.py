@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pdkv.core.blocks.groups import FullGroup
+from pdkv.core.blocks.groups import FullGroup, is_cacheable
 from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.holders import Hit
-from pdkv.core.blocks.kinds.base import JointIndex, Kind
+from pdkv.core.blocks.kinds.base import EMPTY, JointIndex, Kind
 from pdkv.core.ports import Int32Array
 from pdkv.units import cdiv
 
@@ -21,6 +21,7 @@ class _Alike:
     cached: JointIndex
     groups: list[int]
     full: bool
+    drops: bool
     blocks: list[Int32Array] = field(default_factory=list)
     tokens: int = 0
 
@@ -31,7 +32,8 @@ class PrefixLookup:
     def __init__(self, kinds: Sequence[Kind]) -> None:
         alike: dict[object, list[Kind]] = {}
         for kind in kinds:
-            alike.setdefault(kind.spec, []).append(kind)
+            if is_cacheable(kind.spec):
+                alike.setdefault(kind.spec, []).append(kind)
         self._num_groups = len(kinds)
         self._parts = [
             _Alike(
@@ -39,34 +41,50 @@ class PrefixLookup:
                 JointIndex([kind.pool.indexes[kind.group] for kind in same]),
                 [kind.group for kind in same],
                 isinstance(spec, FullGroup),
+                any(kind.drops for kind in same),
             )
             for spec, same in alike.items()
         ]
         self._parts.sort(key=lambda part: not part.full)
-        self._one_pass = len(self._parts) == 1 or (len(self._parts) == 2 and self._parts[0].full)
+        parts = self._parts
+        alone = len(parts) == 1 and (len(kinds) == 1 or not parts[0].drops)
+        self._one_pass = alone or (len(parts) == 2 and parts[0].full)
 
     def find(self, hashes: HashChain, max_tokens: int) -> Hit:
         """At most ``max_tokens`` tokens that all groups have."""
         tokens, longest = max_tokens, 0
         looked: set[int] = set()
+        dropped: set[int] = set()  # parts that have lost their end for the candidate length: once is enough
         while True:
             candidate = tokens
             for number, part in enumerate(self._parts):
                 if part.full and number in looked:  # whatever it hit, it also hits every shorter prefix of
                     candidate = min(candidate, part.tokens)
                     continue
-                part.blocks, part.tokens = part.kind.find(part.cached, hashes, candidate)
+                drop = part.drops and number not in dropped
+                limit = self._beyond(part, candidate, hashes) if drop else candidate
+                part.blocks, part.tokens = part.kind.find(part.cached, hashes, limit, drop=drop)
                 looked.add(number)
+                if drop:
+                    dropped.add(number)
+                elif part.tokens < candidate:
+                    dropped.clear()
                 candidate = part.tokens
                 longest = max(longest, candidate)
             settled = candidate >= tokens
-            tokens = candidate
+            tokens = min(tokens, candidate)
             if settled or self._one_pass:
                 break
         return self._hit(tokens, longest)
 
+    def _beyond(self, part: _Alike, candidate: int, hashes: HashChain) -> int:
+        """Of several groups, one that loses the end of its hit may look that much further; a single one may not."""
+        if self._num_groups == 1:
+            return candidate
+        return min(candidate + part.kind.dropped_tokens, len(hashes) * part.kind.settings.sizes.hash_tokens)
+
     def _hit(self, tokens: int, longest: int) -> Hit:
-        by_group: dict[int, Int32Array] = {}
+        by_group: dict[int, Int32Array] = dict.fromkeys(range(self._num_groups), EMPTY)
         for part in self._parts:
             for group, blocks in zip(part.groups, part.blocks, strict=True):
                 by_group[group] = blocks[: cdiv(tokens, part.kind.block_size)] if part.full else blocks

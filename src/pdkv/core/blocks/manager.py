@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from pdkv.core.blocks.groups import FullGroup, Granularity, Group
+from pdkv.core.blocks.groups import NO_DRAFTING, CrossGroup, Drafting, FullGroup, Granularity, Group
 from pdkv.core.blocks.holders import GroupHold, Hit, Holder, no_hit
 from pdkv.core.blocks.kinds import index_for, kind_of
-from pdkv.core.blocks.kinds.base import Demand, Settings
+from pdkv.core.blocks.kinds.base import Demand, Kind, Settings
 from pdkv.core.blocks.kinds.state import StateKind
 from pdkv.core.blocks.lookup import PrefixLookup
 from pdkv.core.blocks.pool import BlockPool
@@ -42,6 +42,7 @@ class KVCacheManager:
         enable_caching: bool = True,
         max_in_flight_tokens: int | None = None,
         retention_interval: int | None = 0,
+        drafting: Drafting = NO_DRAFTING,
     ) -> None:
         indexes = [index_for(spec, num_blocks) for spec in groups]
         self.pool = BlockPool(num_blocks, enable_caching=enable_caching, indexes=indexes)
@@ -54,7 +55,9 @@ class KVCacheManager:
             max_model_len=max_model_len,
             max_in_flight_tokens=max_model_len if max_in_flight_tokens is None else max_in_flight_tokens,
             retention_interval=retention_interval,
+            drafting=drafting.over(groups),
         )
+        self._drafting = settings.drafting
         self.kinds = tuple(kind_of(spec, number, self.pool, settings) for number, spec in enumerate(groups))
         self.plain = len(groups) == 1 and isinstance(groups[0], FullGroup)
         self.block_size = groups[0].block_size
@@ -62,6 +65,8 @@ class KVCacheManager:
         self._states = [kind for kind in self.kinds if isinstance(kind, StateKind)]
         self._lookup = PrefixLookup(self.kinds)
         self._nothing = no_hit(len(groups))
+        crossing = [group.encoder_tokens for group in groups if isinstance(group, CrossGroup)]
+        self._most_encoder_tokens = max(crossing, default=0)
         self._holders: dict[str, Holder] = {}
         # Where a request ends by length at the latest: the model's length, or what a pool smaller than that holds. The
         # last token is sampled, never computed, hence the one beyond the pool. Without this bound a request that
@@ -101,12 +106,17 @@ class KVCacheManager:
         hit = self._lookup.find(request.hashes, request.num_tokens - 1)
         if hit.tokens and request.new.report_hits and self.pool.events is not None:
             for kind in self.kinds:
-                kind.note_hit(request, len(hit.blocks[kind.group]))
+                if len(hit.blocks[kind.group]):
+                    kind.note_hit(request, len(hit.blocks[kind.group]))
         return hit
 
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that ``tokens`` tokens (never more than the model's length) take at most at once, over all groups."""
-        return self._blocks_needed(None, self._whole(tokens))
+    def blocks_for(self, tokens: int, encoder_tokens: int | None = None) -> int:
+        """Blocks that ``tokens`` tokens (never more than the model's length) take at most at once, over all groups.
+
+        ``encoder_tokens`` default to the most that a request may have.
+        """
+        encoder = self._most_encoder_tokens if encoder_tokens is None else encoder_tokens
+        return self._blocks_needed(None, self._whole(tokens, encoder=encoder))
 
     def outgrown(self, request: Request) -> bool:
         """Whether the admission gate could never let the request in again, though what it holds at once fits.
@@ -118,12 +128,14 @@ class KVCacheManager:
 
     def blocks_missing(self, request: Request) -> int:
         """Blocks that the request still needs for all its known tokens."""
-        whole = self._whole(request.num_tokens, request.num_computed)
+        whole = self._whole(request.num_tokens, request.num_computed, encoder=request.new.encoder_tokens)
         return max(self._blocks_needed(self._holders.get(request.request_id), whole), 0)
 
-    def _whole(self, tokens: int, computed: int = 0) -> Demand:
+    def _whole(self, tokens: int, computed: int = 0, *, encoder: int) -> Demand:
         tokens = min(tokens, self.max_model_len)
-        return Demand(slots=tokens, main=tokens, local=computed, total=computed, hit=self._nothing, whole=True)
+        return Demand(
+            slots=tokens, main=tokens, local=computed, total=computed, hit=self._nothing, whole=True, encoder=encoder
+        )
 
     def holders(self) -> Iterator[HolderView]:
         """Every owner, as shown to the operator."""
@@ -173,16 +185,22 @@ class KVCacheManager:
         holder = self._holders.get(request.request_id)
         if full_sequence_must_fit:
             known = min(request.num_tokens, self.max_model_len)
-            whole = Demand(slots=known, main=known, local=local, total=total, hit=hit, whole=True)
+            encoder = request.new.encoder_tokens
+            whole = Demand(slots=known, main=known, local=local, total=total, hit=hit, whole=True, encoder=encoder)
             if self._blocks_needed(holder, whole) + watermark > self.pool.num_free:
                 return None
         main = total + new_tokens
         demand = Demand(
-            slots=min(main + lookahead_tokens, self.max_model_len), main=main, local=local, total=total, hit=hit
+            slots=min(main + lookahead_tokens, self.max_model_len),
+            main=main,
+            local=local,
+            total=total,
+            hit=hit,
+            encoder=request.new.encoder_tokens,
         )
         if holder is not None:
             for kind in self._recycling:
-                kind.drop_skipped(holder, max(0, total - request.in_flight_tokens))
+                kind.drop_skipped(holder, max(0, total - request.in_flight_tokens), request.num_prompt)
         if self._blocks_needed(holder, demand) + watermark > self.pool.num_free - reserved_blocks:
             return None
         holder = self._open(request.request_id, Account.LOADING if delay_cache else Account.RUNNING)
@@ -221,14 +239,36 @@ class KVCacheManager:
         """Register in the prefix index what the request has below ``num_tokens``, as far as a hit can end there."""
         if not self.pool.enable_caching:
             return
-        if len(self.kinds) > 1 and not self.sizes.fine_hits:
-            num_tokens -= num_tokens % self.sizes.scheduler_tokens
         holder = self._holders[request.request_id]
-        boundaries: tuple[int, ...] = (request.num_prompt - 1,)
+        boundaries = self._replay_boundaries(request.num_prompt)
         if request.shared_boundary:
             boundaries += (request.shared_boundary,)
         for kind in self.kinds:
-            kind.register(holder.groups[kind.group], request, num_tokens, boundaries)
+            kind.register(holder.groups[kind.group], request, self._cacheable(kind, num_tokens), boundaries)
+
+    def _replay_boundaries(self, num_prompt: int) -> tuple[int, ...]:
+        """Where a request that begins with this prompt can resume: it computes its last token at least.
+
+        With a drafter that drops the end of hits, a resend and a longer prompt may resume one block apart.
+        """
+        if not self._drafting.groups:
+            return (num_prompt - 1,)
+        block = self.sizes.scheduler_tokens
+        ends = ((num_prompt - 1) // block * block, num_prompt // block * block)
+        return tuple(sorted({max(end - block, 0) for end in ends}))
+
+    def _cacheable(self, kind: Kind, num_tokens: int) -> int:
+        """The tokens, of ``num_tokens``, up to which a hit can look at blocks of this kind."""
+        settled = max(0, num_tokens - self._drafting.unsettled_tokens)
+        if len(self.kinds) == 1:
+            return settled
+        aligned = self._where_hits_end(num_tokens)
+        if not kind.drops or aligned == 0:
+            return aligned
+        return min(settled, self._where_hits_end(settled) + kind.block_size)  # the block it will lose
+
+    def _where_hits_end(self, num_tokens: int) -> int:
+        return num_tokens if self.sizes.fine_hits else num_tokens - num_tokens % self.sizes.scheduler_tokens
 
     # ------------------------------------------------------------------------------------------------ copies on write
 

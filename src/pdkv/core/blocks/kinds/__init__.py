@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Group, StateGroup, WindowGroup
+from pdkv.core.blocks.groups import (
+    ChunkedGroup,
+    CrossGroup,
+    FullGroup,
+    Group,
+    ReferenceWindowGroup,
+    RingGroup,
+    StateGroup,
+    WindowGroup,
+)
 from pdkv.core.blocks.kinds.base import Kind, Settings
 from pdkv.core.blocks.kinds.chunked import ChunkedKind
 from pdkv.core.blocks.kinds.full import FullKind
+from pdkv.core.blocks.kinds.scratch import FixedKind, ReferenceWindowKind
 from pdkv.core.blocks.kinds.state import StateKind
 from pdkv.core.blocks.kinds.window import WindowKind
 from pdkv.core.blocks.pool import BlockPool
@@ -24,6 +34,10 @@ def kind_of(spec: Group, group: int, pool: BlockPool, settings: Settings) -> Kin
             return ChunkedKind(spec, group, pool, settings)
         case StateGroup():
             return StateKind(spec, group, pool, settings)
+        case ReferenceWindowGroup():
+            return ReferenceWindowKind(spec, group, pool, settings)
+        case RingGroup() | CrossGroup():
+            return FixedKind(spec, group, pool, settings)
 
 
 def index_for(spec: Group, num_blocks: int) -> PrefixIndex:

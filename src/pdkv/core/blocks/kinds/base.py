@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pdkv.core.blocks.groups import Granularity, Group
+from pdkv.core.blocks.groups import NO_DRAFTING, Drafting, Granularity, Group
 from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.holders import GroupHold, Hit, Holder
 from pdkv.core.blocks.kv_events import BlockStored
@@ -29,6 +29,7 @@ class Settings:
     max_model_len: int
     max_in_flight_tokens: int
     retention_interval: int | None
+    drafting: Drafting = NO_DRAFTING
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class Demand:
 
     ``local`` tokens are computed or hit here, ``total`` with those that a peer supplies. ``whole`` asks for the whole
     known sequence (the admission gate): kinds that recycle blocks then count what they hold at most at once.
+    ``encoder`` are the tokens that the encoder put out.
     """
 
     slots: int
@@ -45,6 +47,7 @@ class Demand:
     total: int
     hit: Hit
     whole: bool = False
+    encoder: int = 0
 
 
 class JointIndex:
@@ -80,6 +83,14 @@ def unit_hashes(hashes: HashChain, hash_tokens: int, block_size: int) -> HashCha
     return hashes if step == 1 else hashes[step - 1 :: step]
 
 
+def resume_point(num_tokens: int, unit: int, *, drafted: bool) -> int:
+    """The last multiple of ``unit`` at which a later request with these tokens can resume.
+
+    It recomputes one token at least; with a drafter that drops the end of hits, it loses one unit instead.
+    """
+    return max(num_tokens // unit * unit - unit, 0) if drafted else (num_tokens - 1) // unit * unit
+
+
 class Kind:
     """Rules of one group. This base keeps every block, and registers every full one."""
 
@@ -90,12 +101,24 @@ class Kind:
         self.pool = pool
         self.settings = settings
         self.admission_cap: int | None = None  # blocks a request holds at most at once, for kinds that recycle them
+        self.drops = group in settings.drafting.groups  # a hit loses its end: the drafter must see it computed
 
     # ------------------------------------------------------------------------------------------------------ lookup
 
-    def find(self, cached: JointIndex, hashes: HashChain, max_tokens: int) -> tuple[list[Int32Array], int]:
-        """The longest hit of at most ``max_tokens`` tokens: its blocks by group of ``cached``, and its tokens."""
+    def find(
+        self, cached: JointIndex, hashes: HashChain, max_tokens: int, *, drop: bool = False
+    ) -> tuple[list[Int32Array], int]:
+        """The longest hit of at most ``max_tokens`` tokens: its blocks by group of ``cached``, and its tokens.
+
+        ``drop``: without its end, which a drafter must see computed (one block, or one hash unit where hits end inside
+        blocks).
+        """
         raise NotImplementedError
+
+    @property
+    def dropped_tokens(self) -> int:
+        """How far beyond a candidate length a hit that loses its end must be looked for."""
+        return self.block_size
 
     # ------------------------------------------------------------------------------------------- what is not needed
 
@@ -107,7 +130,7 @@ class Kind:
         """Blocks that a request of ``tokens`` tokens holds while it grows token by token."""
         return cdiv(tokens, self.block_size)
 
-    def drop_skipped(self, holder: Holder, processed: int) -> None:
+    def drop_skipped(self, holder: Holder, processed: int, num_prompt: int) -> None:
         """Give back blocks that only tokens before the first ``processed`` needed, deepest first."""
         hold = holder.groups[self.group]
         stop = min(max(self.skipped_tokens(processed), 0) // self.block_size, len(hold.table))

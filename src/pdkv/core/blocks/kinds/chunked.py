@@ -29,8 +29,11 @@ class ChunkedKind(Kind):
         """The blocks of one chunk, which need not begin where a block does."""
         return min(cdiv(tokens, self.block_size), cdiv(self._chunk, self.block_size) + 1)
 
-    def find(self, cached: JointIndex, hashes: HashChain, max_tokens: int) -> tuple[list[Int32Array], int]:
+    def find(
+        self, cached: JointIndex, hashes: HashChain, max_tokens: int, *, drop: bool = False
+    ) -> tuple[list[Int32Array], int]:
         """Blocks before the chunk of token ``max_tokens`` count as hit, null; inside it left to right until a miss."""
+        assert not drop, "a drafter with chunked attention is refused at the start"
         size = self.block_size
         before = max_tokens // self._chunk * self._chunk // size
         keys = unit_hashes(hashes, self.settings.sizes.hash_tokens, size)

@@ -9,7 +9,7 @@ import numpy as np
 from pdkv.core.blocks.groups import StateGroup
 from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.holders import GroupHold, Holder
-from pdkv.core.blocks.kinds.base import EMPTY, Demand, JointIndex, Kind, Settings, unit_hashes
+from pdkv.core.blocks.kinds.base import EMPTY, Demand, JointIndex, Kind, Settings, resume_point, unit_hashes
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.ports import BoolArray, Int32Array
 from pdkv.core.scheduler.request import Request
@@ -42,8 +42,10 @@ class StateKind(Kind):
         """The running state, the one it started from, and the drafts'."""
         return min(cdiv(tokens, self.block_size), 2) + self._drafts
 
-    def find(self, cached: JointIndex, hashes: HashChain, max_tokens: int) -> tuple[list[Int32Array], int]:
-        """Right to left for one state; everything before it is null."""
+    def find(
+        self, cached: JointIndex, hashes: HashChain, max_tokens: int, *, drop: bool = False
+    ) -> tuple[list[Int32Array], int]:
+        """Right to left for one state; everything before it is null. Drafters have no states, so nothing is dropped."""
         sizes, size = self.settings.sizes, self.block_size
         unit = sizes.hit_tokens if sizes.hit_tokens < size else size
         keys = unit_hashes(hashes, sizes.hash_tokens, unit)
@@ -58,9 +60,14 @@ class StateKind(Kind):
                 return tables, position * unit
         return cached.tables(0), 0
 
-    def drop_skipped(self, holder: Holder, processed: int) -> None:
+    @property
+    def dropped_tokens(self) -> int:
+        """A state is hit where it is."""
+        return 0
+
+    def drop_skipped(self, holder: Holder, processed: int, num_prompt: int) -> None:
         """Give back states before the running one, and the state that the last step started from."""
-        super().drop_skipped(holder, processed)
+        super().drop_skipped(holder, processed, num_prompt)
         if not self._aligned:
             return
         hold = holder.groups[self.group]
@@ -146,7 +153,8 @@ class StateKind(Kind):
         new = super().register(hold, request, tokens, boundaries)
         self._fresh.update(index.keys_of(block)[0] for block in new.tolist())
         unit = self.settings.sizes.hash_tokens
-        if not self._aligned or tokens <= 0 or tokens != (request.num_prompt - 1) // unit * unit:
+        drafted = bool(self.settings.drafting.groups)
+        if not self._aligned or tokens <= 0 or tokens != resume_point(request.num_prompt, unit, drafted=drafted):
             return new
         entry = cdiv(tokens, self.block_size) - 1
         if entry >= len(hold.table) or hold.table[entry] == 0:

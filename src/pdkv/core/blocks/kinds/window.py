@@ -19,7 +19,7 @@ class WindowKind(Kind):
         super().__init__(spec, group, pool, settings)
         self._window = spec.window
         self._kept = spec.window - 1 + spec.extra  # tokens before the next one that are kept
-        self._run = cdiv(spec.window - 1, spec.block_size)  # blocks in a row that a hit needs
+        self._run = cdiv(spec.window - 1, spec.block_size)  # blocks in a row that a hit needs, before it loses its end
         most = min(self._kept + settings.max_in_flight_tokens, settings.max_model_len)
         self.admission_cap = cdiv(most, self.block_size) + 1  # a window need not begin where a block does
 
@@ -31,8 +31,13 @@ class WindowKind(Kind):
         """The window's blocks, and the one it reaches into."""
         return min(cdiv(tokens, self.block_size), cdiv(self._kept, self.block_size) + 1)
 
-    def find(self, cached: JointIndex, hashes: HashChain, max_tokens: int) -> tuple[list[Int32Array], int]:
-        """Right to left for enough hits in a row that end on a hit boundary; a run from block 0 counts as it is."""
+    def find(
+        self, cached: JointIndex, hashes: HashChain, max_tokens: int, *, drop: bool = False
+    ) -> tuple[list[Int32Array], int]:
+        """Right to left for enough hits in a row that end on a hit boundary; a run from block 0 counts as it is.
+
+        One that loses its last block needs one more, and ends on the boundary without it.
+        """
         size, align = self.block_size, self.settings.sizes.hit_tokens
         keys = unit_hashes(hashes, self.settings.sizes.hash_tokens, size)
         tables = cached.tables(max_tokens // size)
@@ -42,16 +47,20 @@ class WindowKind(Kind):
             if blocks is None:
                 run = 0
                 continue
-            if run == 0 and (entry + 1) * size % align:
+            if run == 0 and (entry + 1 - drop) * size % align:
                 continue
             for table, block in zip(tables, blocks, strict=True):
                 table[entry] = block
             run += 1
-            if run >= self._run:
+            if run >= self._run + drop:
                 length = entry + run
                 break
         else:
             length = run
+            while length * size % align:
+                length -= 1
+        if drop and length:
+            length -= 1
             while length * size % align:
                 length -= 1
         return [table[:length] for table in tables], length * size
@@ -66,14 +75,15 @@ class WindowKind(Kind):
         if align % size:
             return None  # a hit can end inside a block: any block may serve
         segment = (align if interval is None else interval) // size
-        if segment and self._run >= segment:
+        run = self._run + self.drops
+        if segment and run >= segment:
             return None
-        entries = np.arange(first, last)
+        entries = np.arange(first, last) - self.drops  # the block that a hit loses lies behind its boundary
         mask: BoolArray = np.zeros(last - first, dtype=np.bool_)
         if segment:
-            mask = entries % segment >= segment - self._run
+            mask = (entries >= 0) & (entries % segment >= segment - run)
         if interval is not None:
             for boundary in boundaries:
                 end = boundary // align * align // size
-                mask |= (entries >= end - self._run) & (entries < end)
+                mask |= (entries >= end - run) & (entries < end)
         return mask
