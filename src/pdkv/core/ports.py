@@ -172,7 +172,9 @@ class Batch:
     ``num_computed + num_scheduled`` tokens, padded with 0, the null block. ``group_tables`` are those of every group of
     layers, ``block_tables`` the first of them; a null block stands where no later token looks. ``copies`` int32[m, 2]:
     before anything else, block ``[i, 0]`` is copied to block ``[i, 1]`` (copy on write). ``samples[i]``: row i ends at
-    the last known token, so a next token is sampled.
+    the last known token, so a next token is sampled. ``num_drafts[i]``: how many of row i's tokens, its last ones, are
+    drafts to be checked; -1 stands for one that is not known yet, or for padding, which is never accepted. While drafts
+    of a still outstanding plan may be refused, ``num_computed`` counts them as accepted: the executor takes those off.
     """
 
     request_ids: tuple[str, ...]
@@ -184,6 +186,7 @@ class Batch:
     samples: BoolArray
     group_tables: tuple[Int32Array, ...] = ()
     copies: Int32Array = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
+    num_drafts: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -239,9 +242,16 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
-    """Sampled tokens of one plan: int32[n], row i valid where ``batch.samples[i]`` (0 elsewhere)."""
+    """Sampled tokens of one plan: int32[n], row i valid where ``batch.samples[i]`` (0 elsewhere).
+
+    With speculation, ``more[i]`` int32[accepted] follow the first one (as many as drafts of row i were accepted), and
+    ``drafts[i]`` int32[k] are proposed to be checked in row i's next step (not with asynchronous scheduling, where
+    they stay with the executor).
+    """
 
     tokens: Int32Array
+    more: tuple[Int32Array, ...] = ()
+    drafts: tuple[Int32Array, ...] = ()
 
 
 # -------------------------------------------------------------------------------------------------------- events

@@ -16,7 +16,7 @@ from pdkv.units import cdiv
 def quiet_steps(scheduler: Scheduler, manager: KVCacheManager, config: EngineConfig, limit: int) -> int:
     """How many steps only decode: no admission, no end by length, and free blocks for all the growth."""
     running = scheduler.running
-    if not manager.plain:  # groups that recycle blocks are stepped one by one
+    if not manager.plain or config.speculation is not None:  # groups that recycle blocks are stepped one by one
         return 0
     if not running or len(running) > config.max_num_batched_tokens:
         return 0

@@ -22,6 +22,7 @@ class GroupHold:
     num_dropped: int = 0  # leading entries that were given back, or never needed: null from then on
     partial: tuple[int, int] | None = None  # (entry, block) whose content ends inside the block: to be copied on write
     has_state: bool = False  # state groups: the running state has its block (and the drafts theirs)
+    drafts: slice | None = None  # entries at the end that stand in the account of drafts, not in the holder's
     last_state: int | None = None  # state groups: the entry whose state the next step starts from
 
 

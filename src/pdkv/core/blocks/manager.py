@@ -20,6 +20,7 @@ from pdkv.core.blocks.tables import NULL_BLOCK
 from pdkv.core.ledger import Account
 from pdkv.core.ports import HolderView, Int32Array
 from pdkv.core.scheduler.request import Request, Status
+from pdkv.units import cdiv
 
 _EMPTY = np.empty(0, dtype=np.int32)
 
@@ -43,6 +44,7 @@ class KVCacheManager:
         max_in_flight_tokens: int | None = None,
         retention_interval: int | None = 0,
         drafting: Drafting = NO_DRAFTING,
+        step_tokens: int = 0,
     ) -> None:
         indexes = [index_for(spec, num_blocks) for spec in groups]
         self.pool = BlockPool(num_blocks, enable_caching=enable_caching, indexes=indexes)
@@ -58,6 +60,7 @@ class KVCacheManager:
             drafting=drafting.over(groups),
         )
         self._drafting = settings.drafting
+        self._step_tokens = step_tokens
         self.kinds = tuple(kind_of(spec, number, self.pool, settings) for number, spec in enumerate(groups))
         self.plain = len(groups) == 1 and isinstance(groups[0], FullGroup)
         self.block_size = groups[0].block_size
@@ -66,12 +69,14 @@ class KVCacheManager:
         self._lookup = PrefixLookup(self.kinds)
         self._nothing = no_hit(len(groups))
         crossing = [group.encoder_tokens for group in groups if isinstance(group, CrossGroup)]
-        self._most_encoder_tokens = max(crossing, default=0)
+        self.most_encoder_tokens = max(crossing, default=0)
         self._holders: dict[str, Holder] = {}
         # Where a request ends by length at the latest: the model's length, or what a pool smaller than that holds. The
         # last token is sampled, never computed, hence the one beyond the pool. Without this bound a request that
         # outgrows the whole pool would preempt itself and wait for ever, with everybody behind it.
-        resident = self._most_tokens(lambda tokens: sum(kind.resident_blocks(tokens) for kind in self.kinds))
+        resident = self._most_tokens(
+            lambda tokens: sum(kind.resident_blocks(min(tokens + step_tokens, max_model_len)) for kind in self.kinds)
+        )
         self.max_request_tokens = min(max_model_len, resident + 1)
         self._gate_tokens = self._most_tokens(self.blocks_for)
         self._copies: list[tuple[int, str, int, int]] = []  # (group, owner key, source, target) for the next plan
@@ -115,7 +120,7 @@ class KVCacheManager:
 
         ``encoder_tokens`` default to the most that a request may have.
         """
-        encoder = self._most_encoder_tokens if encoder_tokens is None else encoder_tokens
+        encoder = self.most_encoder_tokens if encoder_tokens is None else encoder_tokens
         return self._blocks_needed(None, self._whole(tokens, encoder=encoder))
 
     def outgrown(self, request: Request) -> bool:
@@ -129,6 +134,7 @@ class KVCacheManager:
     def blocks_missing(self, request: Request) -> int:
         """Blocks that the request still needs for all its known tokens."""
         whole = self._whole(request.num_tokens, request.num_computed, encoder=request.new.encoder_tokens)
+        whole.slots += self._step_tokens
         return max(self._blocks_needed(self._holders.get(request.request_id), whole), 0)
 
     def _whole(self, tokens: int, computed: int = 0, *, encoder: int) -> Demand:
@@ -136,6 +142,12 @@ class KVCacheManager:
         return Demand(
             slots=tokens, main=tokens, local=computed, total=computed, hit=self._nothing, whole=True, encoder=encoder
         )
+
+    @property
+    def step_blocks(self) -> int:
+        """Blocks that a request's first speculative step takes, beside those of states: a load must leave them free."""
+        attention = [kind for kind in self.kinds if not isinstance(kind, StateKind)]
+        return sum(cdiv(self._step_tokens, kind.block_size) for kind in attention)
 
     def holders(self) -> Iterator[HolderView]:
         """Every owner, as shown to the operator."""
@@ -204,6 +216,7 @@ class KVCacheManager:
         if self._blocks_needed(holder, demand) + watermark > self.pool.num_free - reserved_blocks:
             return None
         holder = self._open(request.request_id, Account.LOADING if delay_cache else Account.RUNNING)
+        self._undraft(holder)
         if hit or external_tokens:
             for kind in self.kinds:  # every group's hit first: a new block must not evict another group's hit
                 kind.adopt(holder, demand)
@@ -211,9 +224,25 @@ class KVCacheManager:
                 kind.grow_external(holder, demand)
         new = tuple(kind.grow(holder, demand) for kind in self.kinds)
         self._own_copies(request.request_id)
+        if lookahead_tokens:
+            self._mark_drafts(holder, main)
         if not delay_cache:
             self.cache_blocks(request, min(total + new_tokens, request.num_tokens))
         return new
+
+    def _mark_drafts(self, holder: Holder, main: int) -> None:
+        """Blocks behind the first ``main`` tokens' are only there for what a drafter writes ahead."""
+        for kind, hold in zip(self.kinds, holder.groups, strict=True):
+            first = min(kind.first_draft(hold, main), len(hold.table))
+            hold.drafts = slice(first, len(hold.table))
+            self.pool.ledger.move(hold.table.ids[hold.drafts], holder.account, Account.DRAFT)
+
+    def _undraft(self, holder: Holder) -> None:
+        """All blocks are in the holder's own account again."""
+        for hold in holder.groups:
+            if hold.drafts is not None:
+                self.pool.ledger.move(hold.table.ids[hold.drafts], Account.DRAFT, holder.account)
+                hold.drafts = None
 
     def _blocks_needed(self, holder: Holder | None, demand: Demand) -> int:
         needed = 0
@@ -294,6 +323,7 @@ class KVCacheManager:
     def move(self, key: str, account: Account, cause: str, deadline_ns: int | None = None) -> None:
         """The same owner, another account (LOADING -> LOADED_WAITING -> RUNNING, RETAINED -> DEFERRED ...)."""
         holder = self._holders[key]
+        self._undraft(holder)
         self.pool.ledger.move(holder.blocks, holder.account, account)
         holder.account, holder.cause, holder.deadline_ns, holder.since_ns = account, cause, deadline_ns, self.now_ns
 
@@ -309,6 +339,7 @@ class KVCacheManager:
     def trim(self, key: str, length: int) -> None:
         """Give back all but the first ``length`` blocks (of one group: leases)."""
         holder = self._holders[key]
+        self._undraft(holder)
         hold = holder.groups[0]
         self.pool.give_back(hold.table.cut(length)[::-1], holder.account)
         hold.num_hashed = min(hold.num_hashed, length)
@@ -338,6 +369,7 @@ class KVCacheManager:
         holder = self._holders.pop(key, None)
         if holder is None:
             return 0
+        self._undraft(holder)
         if joined:
             blocks = holder.blocks[::-1]
             self.pool.give_back(blocks, holder.account)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pdkv.core.blocks.holders import Hit
+from pdkv.core.blocks.kinds.base import resume_point
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
 from pdkv.core.scheduler.request import Request, Status
@@ -31,6 +32,15 @@ class Admission:
     tokens: int = 0
     local_tokens: int = 0
     external_tokens: int = 0
+    padding: int = 0  # of ``tokens``, its last ones, drafts that stand for nothing: all rows have one shape
+
+
+class Rows(enum.Enum):
+    """What the running requests have in this step so far."""
+
+    NONE = enum.auto()
+    DECODE = enum.auto()  # at least one, and none computes a part of its prompt
+    MIXED = enum.auto()
 
 
 class Admitter:
@@ -43,11 +53,18 @@ class Admitter:
         self._consumer = consumer
 
     def admit(
-        self, request: Request, budget: int, running: list[Request], holding: Iterable[Request], *, alone: bool
+        self,
+        request: Request,
+        budget: int,
+        running: list[Request],
+        holding: Iterable[Request],
+        *,
+        alone: bool,
+        rows: Rows,
     ) -> Admission:
         """Try ``request`` with ``budget`` tokens left in this step; ``alone``: there was no other when it began."""
         if request.status is Status.LOADED:
-            return self._compute(request, budget, running, hit=None, alone=alone)
+            return self._compute(request, budget, running, hit=None, alone=alone, rows=rows)
         if request.new.produce and not self._may_produce(request, running):
             request.wait_cause = "leases pin their share of the pool (--max-leased-fraction)"
             return Admission(Verdict.SKIP)
@@ -57,7 +74,7 @@ class Admitter:
         if request.new.skip_reading_prefix_cache:
             external = 0
         if external == 0:
-            return self._compute(request, budget, running, hit=hit, alone=alone)
+            return self._compute(request, budget, running, hit=hit, alone=alone, rows=rows)
         return self._load(request, hit, external, running, holding)
 
     def _load(
@@ -74,7 +91,7 @@ class Admitter:
             external_tokens=external,
             delay_cache=True,
             full_sequence_must_fit=self._config.full_sequence_must_fit,
-            reserved_blocks=self._reserved(running, holding),
+            reserved_blocks=self._reserved(running, holding) + self._manager.step_blocks,
             has_scheduled=bool(running),
         )
         if allocated is None:
@@ -83,7 +100,7 @@ class Admitter:
         return Admission(Verdict.LOAD, 0, hit.tokens, external)
 
     def _compute(
-        self, request: Request, budget: int, running: list[Request], *, hit: Hit | None, alone: bool
+        self, request: Request, budget: int, running: list[Request], *, hit: Hit | None, alone: bool, rows: Rows
     ) -> Admission:
         local = hit.tokens if hit else 0
         tokens = request.num_tokens - request.num_computed - local
@@ -91,25 +108,40 @@ class Admitter:
         outgrown = self._manager.outgrown(request)
         if outgrown:
             tokens = min(tokens, self._config.sizes.scheduler_tokens)
+        padding = self._padding(request, tokens, request.num_computed + local, rows)
+        if padding and tokens + padding > budget:
+            request.wait_cause = "its row, padded to the shape of the others, does not fit this step's token budget"
+            return Admission(Verdict.STOP)
         if tokens > budget and not self._config.enable_chunked_prefill:
             request.wait_cause = "its whole prompt does not fit this step's token budget"
             return Admission(Verdict.STOP)
-        tokens = align_chunk(request, min(tokens, budget), self._config, start=request.num_computed + local)
+        tokens = fit_chunk(request, min(tokens, budget), self._config, start=request.num_computed + local)
         if tokens == 0:
             request.wait_cause = "its chunk must end at a block boundary, beyond this step's token budget"
             return Admission(Verdict.STOP)
         loaded = request.status is Status.LOADED
         allocated = self._manager.allocate_slots(
             request,
-            tokens,
+            tokens + padding,
             hit=hit,
+            lookahead_tokens=self._config.lookahead_tokens,
             full_sequence_must_fit=self._config.full_sequence_must_fit and not outgrown,
             has_scheduled=bool(running) and not (loaded and self._config.transfer.loaded_skips_watermark),
         )
         if allocated is None:
             request.wait_cause = "its blocks do not fit the free pool"
             return Admission(Verdict.STOP)
-        return Admission(Verdict.RUN, tokens, local)
+        return Admission(Verdict.RUN, tokens + padding, local, padding=padding)
+
+    def _padding(self, request: Request, tokens: int, start: int, rows: Rows) -> int:
+        """Drafts to add to a request that computes one token among rows that decode: all then have one shape."""
+        speculation = self._config.speculation
+        if speculation is None or tokens != 1 or rows is Rows.MIXED or (rows is Rows.NONE and start == 0):
+            return 0
+        drafts = speculation.num_tokens
+        fits = start + drafts + 2 <= self._config.max_model_len
+        whole = fits and align_chunk(request, 1 + drafts, self._config, start=start) == 1 + drafts
+        return drafts if whole else 0
 
     def _may_produce(self, request: Request, running: list[Request]) -> bool:
         in_flight = [self._manager.blocks_for(other.num_prompt) for other in running if other.new.produce]
@@ -119,6 +151,18 @@ class Admitter:
         """Blocks that prefills and loads under way still need for what is known of their sequences."""
         under_way = [request for request in running if request.num_computed < request.num_tokens]
         return sum(self._manager.blocks_missing(request) for request in (*under_way, *holding))
+
+
+def fit_chunk(request: Request, tokens: int, config: EngineConfig, *, start: int) -> int:
+    """``tokens`` from ``start`` on, cut so that the chunk ends where it may."""
+    return reserve_lookahead(request, align_chunk(request, tokens, config, start=start), config, start=start)
+
+
+def reserve_lookahead(request: Request, tokens: int, config: EngineConfig, *, start: int) -> int:
+    """``tokens`` cut so that behind the chunk is nothing, or as many known tokens as the drafter reads ahead."""
+    lookahead = config.speculation.prefill_lookahead_tokens if config.speculation else 0
+    left = request.num_tokens - start - tokens
+    return max(tokens - (lookahead - left), 0) if 0 < left < lookahead else tokens
 
 
 def cap_chunk(tokens: int, config: EngineConfig, *, alone: bool) -> int:
@@ -148,8 +192,9 @@ def align_chunk(request: Request, tokens: int, config: EngineConfig, *, start: i
         aligned = end // block * block
         if aligned > start or block <= most:
             end = aligned
-    last = (request.num_tokens - 1) // block * block  # the last block's end whose state can be hit
-    tail = (request.num_prompt - 1) // unit * unit if fine else 0
+    drafted = bool(config.drafting.groups)
+    last = resume_point(request.num_tokens, block, drafted=drafted)  # the last block's end whose state can be hit
+    tail = resume_point(request.num_prompt, unit, drafted=drafted) if fine else 0
     junction = request.shared_boundary
     stops = (
         (start // block + 1) * block if start % block else 0,

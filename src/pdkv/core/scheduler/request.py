@@ -12,6 +12,8 @@ from pdkv.core.blocks.hashing import HashChain, HashFunction, extend_hashes
 from pdkv.core.ports import FinishReason, Int32Array, NewRequest, RemoteSource
 from pdkv.core.transfer.lease import digest_tokens
 
+NO_DRAFTS: Int32Array = np.empty(0, dtype=np.int32)
+
 
 class Status(enum.Enum):
     """Where a request is (spec scheduler section 2)."""
@@ -42,6 +44,7 @@ class Request:
     ``num_computed`` counts tokens whose KV is written or will be by a plan already handed out; ``placeholders`` counts
     tokens that outstanding plans will sample; ``last_step`` is the newest plan that uses its blocks;
     ``in_flight_tokens`` are those that outstanding plans compute. ``hashes`` are one per ``hash_tokens`` tokens.
+    ``drafts`` int32[k] are to be checked in its next step.
     ``shared_boundary`` is where the prefix ends that others share and not every group has kept (`Hit.boundary`).
     """
 
@@ -59,6 +62,8 @@ class Request:
         self.placeholders = 0
         self.in_flight_tokens = 0
         self.shared_boundary = 0
+        self.drafts = NO_DRAFTS
+        self.prefilling = False  # its newest chunk ended before its last known token
         self.last_step: int | None = None
         self.num_preemptions = 0
         self.cached_tokens = 0
@@ -115,7 +120,10 @@ class Request:
             return FinishReason.LENGTH
         return None
 
-    def tokens_left(self, max_tokens: int) -> int:
-        """Tokens until it has ``max_tokens`` in all or its own maximum, those being sampled counted as there."""
-        known = self.num_tokens + self.placeholders
+    def tokens_left(self, max_tokens: int, *, certain: bool = False) -> int:
+        """Tokens until it has ``max_tokens`` in all or its own maximum, those being sampled counted as there.
+
+        ``certain``: of those, count only what comes even if no draft is accepted.
+        """
+        known = self.num_tokens + (min(self.placeholders, 1) if certain else self.placeholders)
         return min(self.num_prompt + self.new.max_tokens, max_tokens) - known

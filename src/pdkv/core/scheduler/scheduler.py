@@ -5,28 +5,43 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+
 from pdkv.core.blocks.hashing import HashFunction
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
 from pdkv.core.journal import Journal
 from pdkv.core.ledger import Account
-from pdkv.core.ports import Admitted, Finished, FinishReason, Int32Array, LeaseGrant, Preempted, TokenSampled
-from pdkv.core.scheduler.admission import Admission, Admitter, Verdict, align_chunk, cap_chunk
+from pdkv.core.ports import (
+    Admitted,
+    Finished,
+    FinishReason,
+    Int32Array,
+    LeaseGrant,
+    Outputs,
+    Preempted,
+    TokenSampled,
+)
+from pdkv.core.scheduler.admission import Admission, Admitter, Rows, Verdict, cap_chunk, fit_chunk
 from pdkv.core.scheduler.preemption import choose_victim
 from pdkv.core.scheduler.queues import FcfsQueue, PriorityQueue, WaitingQueue, priority_key
-from pdkv.core.scheduler.request import Request, Status
+from pdkv.core.scheduler.request import NO_DRAFTS, Request, Status
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.producer import Producer
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request's share of a plan: ``tokens`` tokens from ``start`` on; ``samples`` when they reach the end."""
+    """One request's share of a plan: ``tokens`` tokens from ``start`` on; ``samples`` when they reach the end.
+
+    The last of them may be ``drafts`` (int32[k]), to be checked.
+    """
 
     request: Request
     start: int
     tokens: int
     samples: bool
+    drafts: Int32Array
 
 
 class Scheduler:
@@ -57,6 +72,7 @@ class Scheduler:
         self._deferred: deque[tuple[int, str]] = deque()  # (fence step, owner key)
         self._alone = False  # one request at most when this step began: nobody to leave a part of the budget to
         self._max_tokens = manager.max_request_tokens
+        self._drafting_slots = config.speculation.drafting_slots if config.speculation else 0
 
     # --------------------------------------------------------------------------------------------------- one step
 
@@ -81,21 +97,23 @@ class Scheduler:
 
     def _schedule_running(self, chosen: dict[Request, int], budget: int) -> tuple[int, bool]:
         index, any_preempted = 0, False
-        while index < len(self.running) and budget > 0:
+        slots, lookahead = self._drafting_slots, self._config.lookahead_tokens
+        while index < len(self.running) and budget > slots:
             request = self.running[index]
-            tokens = min(self._wanted_tokens(request), budget)
-            tokens = align_chunk(request, tokens, self._config, start=request.num_computed)
+            tokens = min(self._wanted_tokens(request), budget - slots)
+            tokens = fit_chunk(request, tokens, self._config, start=request.num_computed)
             if tokens <= 0:
                 index += 1
                 continue
             fits = True
-            while self._manager.allocate_slots(request, tokens) is None:
+            while self._manager.allocate_slots(request, tokens, lookahead_tokens=lookahead) is None:
                 victim = choose_victim(self.running, priority_scheduling=self._config.priority_scheduling)
                 if self._in_flight(victim):
                     return budget, any_preempted  # its blocks cannot come back now: stall a step instead
                 at = self.running.index(victim)
-                budget += chosen.get(victim, 0)
-                self._preempt(victim, was_chosen=chosen.pop(victim, None) is not None)
+                was_chosen = victim in chosen
+                budget += chosen.pop(victim) + slots if was_chosen else 0
+                self._preempt(victim, was_chosen=was_chosen)
                 any_preempted = True
                 if at < index:
                     index -= 1
@@ -105,24 +123,29 @@ class Scheduler:
             if not fits:
                 break
             chosen[request] = tokens
-            budget -= tokens
+            budget -= tokens + slots
             index += 1
         return budget, any_preempted
 
     def _wanted_tokens(self, request: Request) -> int:
         """Tokens the request could compute now, capped by threshold and model length (not by the budget)."""
-        if request.placeholders and (request.new.produce or request.tokens_left(self._max_tokens) <= 0):
+        if request.placeholders and (request.new.produce or self._tokens_left(request) <= 0):
             return 0
-        tokens = request.num_tokens + request.placeholders - request.num_computed
+        tokens = request.num_tokens + len(request.drafts) + request.placeholders - request.num_computed
         tokens = cap_chunk(tokens, self._config, alone=self._alone)
         if self._manager.outgrown(request):
             tokens = min(tokens, self._config.sizes.scheduler_tokens)
         return min(tokens, self._max_tokens - 1 - request.num_computed)
 
+    def _tokens_left(self, request: Request) -> int:
+        """Tokens still to come for certain: drafts under way may all be refused."""
+        return request.tokens_left(self._max_tokens, certain=self._config.speculation is not None)
+
     def _schedule_waiting(self, chosen: dict[Request, int], budget: int) -> None:
+        rows, slots = self._rows_so_far(chosen), self._drafting_slots
         skipped_holding: list[Request] = []
         skipped_waiting: list[Request] = []
-        while budget > 0 and (self.holding or self.waiting):
+        while budget > slots and (self.holding or self.waiting):
             if len(self.running) >= self._config.max_num_seqs:
                 break
             from_holding = bool(self.holding)
@@ -138,7 +161,7 @@ class Scheduler:
             elif request.status is Status.LOAD_FAILED:
                 self._start_afresh(request)
             admission = self._admitter.admit(
-                request, budget, self.running, (*self.holding, *skipped_holding), alone=self._alone
+                request, budget - slots, self.running, (*self.holding, *skipped_holding), alone=self._alone, rows=rows
             )
             if admission.verdict is Verdict.STOP:
                 self.blocked_by = None if skipped_waiting else request
@@ -152,12 +175,17 @@ class Scheduler:
             else:
                 self._start_running(request, admission)
                 chosen[request] = admission.tokens
-                budget -= admission.tokens
+                budget -= admission.tokens + slots
         self.holding.extendleft(reversed(skipped_holding))
         if self._config.priority_scheduling:
             self.holding = deque(sorted(self.holding, key=priority_key))
         for request in reversed(skipped_waiting):
             self.waiting.put_back(request)
+
+    def _rows_so_far(self, chosen: dict[Request, int]) -> Rows:
+        if not chosen:
+            return Rows.NONE
+        return Rows.MIXED if any(request.prefilling for request in chosen) else Rows.DECODE
 
     def _settle_loaded(self, request: Request) -> None:
         """Loaded blocks can be hit from now on; the last known token is recomputed, to sample from it."""
@@ -184,6 +212,7 @@ class Scheduler:
         else:
             self._manager.move(request.request_id, Account.RUNNING, "running")
         request.move_to(Status.RUNNING)
+        request.drafts = np.full(admission.padding, -1, dtype=np.int32) if admission.padding else NO_DRAFTS
         self.running.append(request)
 
     def _emit_admitted(self, request: Request, admission: Admission) -> None:
@@ -206,9 +235,16 @@ class Scheduler:
         request.num_computed += tokens
         request.last_step = step_id
         request.in_flight_tokens += tokens
-        samples = request.num_computed >= request.num_tokens + request.placeholders
-        request.placeholders += samples
-        return Row(request, start, tokens, samples)
+        beyond = request.num_computed - request.num_tokens - request.placeholders
+        samples = beyond >= 0
+        request.prefilling = not samples
+        drafts = request.drafts[: max(beyond, 0)]
+        request.drafts = NO_DRAFTS
+        if samples:
+            request.placeholders += 1 + len(drafts)
+            if self._config.max_outstanding_plans > 1 and self._config.speculation is not None:
+                request.drafts = np.full(self._config.speculation.num_tokens, -1, dtype=np.int32)  # not known yet
+        return Row(request, start, tokens, samples, drafts)
 
     def take_copies(self, step_id: int) -> Int32Array:
         """int32[n, 2] (source, target): what plan ``step_id`` copies before it computes; both ends stay until then."""
@@ -222,7 +258,7 @@ class Scheduler:
 
     # -------------------------------------------------------------------------------------------- after the step
 
-    def complete(self, step_id: int, rows: list[Row], tokens: Int32Array) -> None:
+    def complete(self, step_id: int, rows: list[Row], outputs: Outputs) -> None:
         """The plan has run: its fences pass, its tokens join their requests, and some of those end."""
         self.completed_step = step_id
         while self._deferred and self._deferred[0][0] <= step_id:
@@ -233,19 +269,33 @@ class Scheduler:
             request.in_flight_tokens -= row.tokens
             if not row.samples or request.status is Status.FINISHED:
                 continue
-            request.placeholders -= 1
-            self._append(request, tokens[index : index + 1])
-            reason = request.ended_by(int(tokens[index]), self._max_tokens)
+            sampled = outputs.tokens[index : index + 1]
+            if len(row.drafts):
+                sampled = np.concatenate((sampled, outputs.more[index]))
+                refused = 1 + len(row.drafts) - len(sampled)
+                request.num_computed -= refused
+                request.placeholders -= refused
+            reason = self._append(request, sampled)
             if reason is not None:
                 self.finish(request, reason)
+            elif outputs.drafts and self._config.max_outstanding_plans == 1:
+                request.drafts = outputs.drafts[index]
 
-    def _append(self, request: Request, token: Int32Array) -> None:
-        request.append(token)
-        self._journal.emit(TokenSampled(request_id=request.request_id, at_ns=self._journal.now_ns, token=int(token[0])))
+    def _append(self, request: Request, sampled: Int32Array) -> FinishReason | None:
+        """The request's new tokens, as far as none of them ends it; the reason when one does."""
+        reason: FinishReason | None = None
+        for index, token in enumerate(sampled.tolist()):
+            request.append(sampled[index : index + 1])
+            request.placeholders -= 1
+            self._journal.emit(TokenSampled(request_id=request.request_id, at_ns=self._journal.now_ns, token=token))
+            reason = request.ended_by(token, self._max_tokens)
+            if reason is not None:
+                break
         if self._manager.pool.enable_caching:
             request.extend_hashes(self._hash)
             if self._config.max_outstanding_plans > 1:  # blocks that a plan filled before their tokens were known
                 self._manager.cache_blocks(request, request.num_computed - request.placeholders)
+        return reason
 
     # ------------------------------------------------------------------------------------------------ ways out
 
@@ -334,6 +384,7 @@ class Scheduler:
             Preempted(request_id=victim.request_id, at_ns=self._journal.now_ns, lost_tokens=victim.num_computed)
         )
         victim.num_computed = 0
+        victim.drafts = NO_DRAFTS
         victim.num_preemptions += 1
         self.waiting.put_back(victim)
 

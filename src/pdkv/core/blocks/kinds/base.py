@@ -153,6 +153,10 @@ class Kind:
             return new
         return new + self._idle(hit[max(skipped - held, 0) :]) + self.ends_inside(demand)
 
+    def first_draft(self, hold: GroupHold, main: int) -> int:
+        """The table entry from which on blocks hold nothing of the first ``main`` tokens."""
+        return cdiv(main, self.block_size)
+
     def ends_inside(self, demand: Demand) -> bool:
         """Whether the local hit ends inside one of this group's blocks, which must then be copied."""
         return len(demand.hit.blocks[self.group]) > 0 and demand.local % self.block_size != 0

@@ -57,6 +57,10 @@ class FixedKind(Kind):
         """All of it the first time, nothing afterwards."""
         return self._extend(holder, self._fixed(demand))
 
+    def first_draft(self, hold: GroupHold, main: int) -> int:
+        """None of it is for drafts."""
+        return len(hold.table)
+
     def register(self, hold: GroupHold, request: Request, tokens: int, boundaries: tuple[int, ...]) -> Int32Array:
         """Nothing can be hit."""
         return EMPTY

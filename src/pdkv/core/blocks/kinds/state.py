@@ -123,6 +123,10 @@ class StateKind(Kind):
         hold.has_state = True
         return np.concatenate((appended, new))
 
+    def first_draft(self, hold: GroupHold, main: int) -> int:
+        """The states of drafts are at the table's end."""
+        return len(hold.table) - self._drafts
+
     def _with_drafts(self, demand: Demand) -> Demand:
         return replace(demand, slots=demand.slots + self._drafts * self.block_size) if self._drafts else demand
 
