@@ -9,8 +9,8 @@ import httpx
 import msgspec
 import pytest
 from tests.core.helpers import source_for
+from tests.serve.client import COMPLETIONS, GOOD_PARAMS, ask, post
 from tests.serve.fake import FakeInstance
-from tests.serve.test_api import COMPLETIONS, GOOD_PARAMS, ask, post
 
 from pdkv.core.ports import Peer, RemoteSource
 from pdkv.serve import peer_names

@@ -171,8 +171,8 @@ class InstanceApi:
                 code="unsupported_value",
             )
         if chat:
-            return [await self.frontend.encode_chat(chat_request)], generation
-        return [await self.frontend.encode(text) for text in texts], generation
+            return [await self.frontend.prompts.encode_chat(chat_request)], generation
+        return [await self.frontend.prompts.encode(text) for text in texts], generation
 
     def _check_model(self, name: str | None) -> None:
         served = {self._model_name, self._instance.info.model_name}

@@ -1,30 +1,24 @@
-"""From a parsed API request to the instance and back: prompts to tokens, updates to text, aborts for who left."""
+"""From a parsed API request to the instance and back: choices to requests, updates to text, aborts for who left."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
-
-import numpy as np
 
 from pdkv.core.ports import Finished, FinishReason, Int32Array, NewRequest, RemoteSource, TokenSampled
 from pdkv.errors import BadRequest
 from pdkv.runtime.sampler import SamplingParams, TokenLogprobs
-from pdkv.runtime.shown import readable
 from pdkv.serve.detokenizer import TextStream
 from pdkv.serve.engine import ServedInstance, UpdateLike
-from pdkv.serve.openai import ApiError, ChatMessage, ChatRequest, Generation
+from pdkv.serve.openai import ApiError, Generation
 from pdkv.serve.params import TransferRequest, grant_to_params
 from pdkv.serve.peer_names import PeerNames
-from pdkv.serve.prompt_size import most_characters, token_bound
+from pdkv.serve.prompts import Prompts
 
 _FAILED_CHECK_S = 2.0
-_LONG_TEXT = 1 << 18  # characters; shorter ones are tokenised within a second, whatever they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,101 +62,22 @@ class Frontend:
 
     def __init__(self, instance: ServedInstance, arrivals: Arrivals) -> None:
         self.instance = instance
+        self.prompts = Prompts(instance)
         self._arrivals = arrivals
         self._names = PeerNames()
-        # One thread: a Hugging Face tokenizer cannot be called from several, and long prompts must not stop the loop.
-        self._tokenizer_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pdkv-tokenizer")
-        self._bound = functools.cache(lambda: token_bound(instance.model.tokenizer))
-        self._most_characters = functools.cache(
-            lambda: max(_LONG_TEXT, most_characters(instance.model.tokenizer, instance.info.max_model_len))
-        )
 
     def close(self) -> None:
         """Stop the tokenizer thread and all look-ups."""
-        self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
+        self.prompts.close()
         self._names.close()
-
-    async def encode(self, prompt: str | list[int]) -> Int32Array:
-        """The prompt as int32[n], n >= 1. Raises `BadRequest` for ids outside the vocabulary or an empty prompt."""
-        if isinstance(prompt, str):
-            tokens = await self._in_tokenizer_thread(self._encode_text, prompt, True)
-        else:
-            self._room(len(prompt))
-            vocab_size = self.instance.model.vocab_size
-            wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
-            if wrong is not None:
-                raise BadRequest(f"prompt: token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})")
-            tokens = np.asarray(prompt, dtype=np.int32)
-        if tokens.size == 0:
-            raise BadRequest("prompt: it has no tokens; give at least one character")
-        return tokens
-
-    async def encode_chat(self, request: ChatRequest) -> Int32Array:
-        """The conversation as int32[n] by the model's chat template. Raises `ApiError` when it has none or refuses."""
-        if request.chat_template is not None:
-            raise ApiError(
-                400, "chat_template: a request cannot bring its own template; the model's is used",
-                param="chat_template", code="unsupported_value",
-            )  # fmt: skip
-        if getattr(self.instance.model.tokenizer, "chat_template", None) is None:
-            raise ApiError(
-                400,
-                f"the model {self.instance.info.model_name} has no chat template (it is a base model); "
-                "use /v1/completions",
-                code="no_chat_template",
-            )
-        messages = [_plain_message(message, i) for i, message in enumerate(request.messages)]
-        tokens = await self._in_tokenizer_thread(self._encode_messages, messages, request)
-        if tokens.size == 0:
-            raise BadRequest("messages: the chat template made no tokens of them")
-        return tokens
-
-    async def _in_tokenizer_thread(self, function: Callable[..., Int32Array], *args: Any) -> Int32Array:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function, *args)
-
-    def _encode_text(self, text: str, add_special_tokens: bool) -> Int32Array:
-        if self.instance.model.tokenizer is None:
-            raise BadRequest(f"the model {self.instance.info.model_name} has no tokenizer; send prompts as token ids")
-        if len(text) > _LONG_TEXT:
-            self._refuse_too_long(text)
-        ids = self.instance.model.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        return np.asarray(ids, dtype=np.int32)
-
-    def _refuse_too_long(self, text: str) -> None:
-        """Raises `BadRequest` for what would keep the tokenizer busy, to be refused afterwards."""
-        if (bound := self._bound()) is not None:
-            self._room(bound.tokens_at_least(text), "at least ")
-        if len(text) > (most := self._most_characters()):
-            raise BadRequest(
-                f"the prompt has {len(text)} characters; with a context of {self.instance.info.max_model_len} tokens "
-                f"at most {most} are tokenised here. Shorten it, or send it as token ids"
-            )
-
-    def _encode_messages(self, messages: list[dict[str, Any]], request: ChatRequest) -> Int32Array:
-        continued = bool(request.continue_final_message)
-        asked = request.add_generation_prompt
-        try:
-            text = self.instance.model.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=not continued if asked is None else asked,
-                continue_final_message=continued,
-                **(request.chat_template_kwargs or {}),
-            )
-        except Exception as error:  # a template is the model's own program: whatever it raises is about the messages
-            text = f"messages: the model's chat template refused them: {error}"
-            raise ApiError(400, text, param="messages") from None
-        return self._encode_text(text, False)
 
     async def with_addresses(self, generation: Generation) -> Generation:
         """``generation`` with the peers' host names looked up."""
 
         async def one(transfer: TransferRequest) -> TransferRequest:
-            return (
-                transfer
-                if transfer.source is None
-                else TransferRequest(source=await self._names.resolve(transfer.source))
-            )
+            if transfer.source is None:
+                return transfer
+            return TransferRequest(source=await self._names.resolve(transfer.source))
 
         return replace(generation, transfers=tuple(await asyncio.gather(*map(one, generation.transfers))))
 
@@ -216,18 +131,8 @@ class Frontend:
         sampling.validate()
         return sampling
 
-    def _room(self, prompt_tokens: int, how_exact: str = "") -> int:
-        """Tokens left for the answer, at least one. Raises `BadRequest` when there is none."""
-        limit = self.instance.info.max_model_len
-        if prompt_tokens >= limit:
-            raise BadRequest(
-                f"the prompt has {how_exact}{prompt_tokens} tokens, but the model's context is {limit} tokens and at "
-                "least one must be left for the answer; shorten the prompt"
-            )
-        return limit - prompt_tokens
-
     def _max_tokens(self, prompt_tokens: int, generation: Generation) -> int:
-        room = self._room(prompt_tokens)
+        room = self.prompts.room(prompt_tokens)
         if generation.max_tokens is None:
             return room
         if generation.max_tokens > room:
@@ -381,22 +286,3 @@ class Frontend:
             host=info.side_channel_host,
             port=info.side_channel_port,
         )
-
-
-def _plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
-    """A message as templates expect it: ``content`` as one string. Raises `ApiError` for images and the like."""
-    plain = message.model_dump(exclude_none=True)
-    parts = plain.get("content")
-    if isinstance(parts, list):
-        for part in parts:
-            kind = readable(repr(part.get("type")))
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ApiError(
-                    400,
-                    f"messages.{index}.content: parts of type {kind} are not supported; send text only",
-                    param="messages",
-                    code="unsupported_value",
-                )
-        plain["content"] = "\n".join(part["text"] for part in parts)
-    plain.setdefault("content", "")
-    return plain
