@@ -1,6 +1,7 @@
 # pdkv: every target makes the virtual environment itself when it is missing or older than what it depends on.
 #   make demo   serve a real model through a prefill and a decode instance, and watch the KV memory (after set-up: < 90 s)
 #   make test   the whole test suite, no network
+#   make faults P/D systems under seeded faults (SEEDS=0:10000 is the long proof)
 #   make check  lint, types, import floors, fast tests
 #   make serve  the OpenAI server on http://127.0.0.1:8000   (MODEL=..., ARGS='--max-model-len 4096')
 #   make bench  speed, beside vLLM when PEER_PYTHON names an interpreter that has it
@@ -12,11 +13,12 @@ MODEL ?= smollm2
 PORT  ?= 8000
 ARGS  ?=
 PEER_PYTHON ?=
+SEEDS ?= 0:300
 
 FAST_TESTS := tests/core tests/layout tests/models tests/logs tests/plan tests/explain tests/cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test check bench format clean
+.PHONY: help setup demo serve test faults check bench format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -35,6 +37,9 @@ serve: $(READY)
 
 test: $(READY)
 	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+
+faults: $(READY)
+	@$(PY) -m pdkv faults --seeds $(SEEDS) $(ARGS)
 
 check: $(READY)
 	@$(VENV)/bin/ruff check .

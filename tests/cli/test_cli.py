@@ -219,3 +219,37 @@ def test_serve_router(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_choice_is_refused_by_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--policy wild"):
         start(monkeypatch, "supervisor", "smollm2", "--policy", "wild")
+
+
+def test_faults_plays_worlds_and_finds_nothing() -> None:
+    done = pdkv("faults", "--seeds", "0:2", "--requests", "20", "--jobs", "1", "--json")
+    assert done.returncode == 0, done.stdout
+    answer = json.loads(done.stdout)
+    assert (answer["worlds"], answer["requests"], answer["violations"]) == (2, 40, [])
+    assert sum(answer["counts"][name] for name in ("COMPLETED", "ERROR", "LEFT") if name in answer["counts"]) == 40
+
+
+def test_faults_says_how_to_see_a_violation_again() -> None:
+    for seed in range(20):
+        done = pdkv("faults", "--policy", "vllm", "--seed", str(seed), "--trace")
+        if done.returncode == 1:
+            break
+    last = done.stdout.splitlines()[-2:]
+    assert last == [f"    pdkv faults --policy vllm --requests 200 --seed {seed} --trace", "1 violations"]
+    assert "LeaseGranted" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--seeds", "9:3"], "FIRST:END"),
+        (["--seeds", "all"], "FIRST:END"),
+        (["--policy", "none"], "strict, vllm"),
+        (["--trace"], "--seed N"),
+    ],
+)
+def test_faults_refuses(arguments: list[str], words: str) -> None:
+    done = pdkv("faults", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,139 @@
+"""The mover of one instance in virtual time: a READ copies tags block by block, and ends in any way a real one can.
+
+From the moment a READ is handed over until it has ended or the mover was killed it may write at any time, long after
+it was cancelled too: cancelling is a hint, not a fence (design 3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdkv.core.ports import MoverRestarted, PostRead, ReadEnded
+from pdkv.simulate.weather import MS
+
+if TYPE_CHECKING:
+    from pdkv.simulate.instance import Life
+
+#: A killed peer makes transfers fail within about this time (measured with NIXL); a stopped one never does.
+_PEER_DEATH_SEEN_NS = 1000 * MS
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """One READ: whose memory it reads, and which life of the mover has it (``None`` while it is queued)."""
+
+    post: PostRead
+    owner: Life
+    source: Life | None = None
+    mover: int | None = None
+    ended: bool = False
+
+
+class Mover:
+    """Every READ that one life of an instance has posted."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._world = life.world
+        self._rng, self._weather = life.world.rng, life.world.weather
+        self._reads: dict[int, Read] = {}
+        self._number = 0  # of the mover's own lives
+        self.restarts = 0
+
+    def post(self, post: PostRead) -> None:
+        """Take a READ; it is begun a moment later."""
+        assert post.handle not in self._reads, f"handle {post.handle} is used twice"
+        read = Read(post, self._life)
+        self._reads[post.handle] = read
+        self._life.later(self._rng.integers(0, 3 * MS), self._begin, read)
+
+    def cancel(self, handle: int) -> None:
+        """Some movers stop soon, some go on as if nothing had been said."""
+        read = self._reads[handle]
+        if not read.ended and self._rng.random() < 0.5:
+            self._life.later(self._rng.integers(0, 200 * MS), self._stop, read)
+
+    def kill(self) -> None:
+        """The last fence: all it had been handed is over; what was still queued goes to the next one."""
+        fenced = [read for read in self._reads.values() if not read.ended and read.mover == self._number]
+        for read in fenced:
+            read.ended = True
+        self._number += 1
+        self.restarts += 1
+        self._world.note(self._life.name, "mover killed", f"handles {[read.post.handle for read in fenced]} fenced")
+        handles = tuple(read.post.handle for read in fenced)
+        self._life.later(self._rng.integers(1, 300 * MS), self._life.deliver, MoverRestarted(handles))
+
+    def peer_died(self, peer: Life) -> None:
+        """What was being read from ``peer`` fails, a little later."""
+        for read in self._reads.values():
+            if read.source is peer and self._runs(read):
+                self._life.later(self._rng.integers(1, _PEER_DEATH_SEEN_NS), self._report, read, None, "the peer died")
+
+    # ---------------------------------------------------------------------------------------------------- one READ
+
+    def _begin(self, read: Read) -> None:
+        if read.ended:
+            return
+        read.mover = self._number
+        read.source = self._world.life_of(read.post.source.peer)
+        if read.source is None:
+            delay_ns = self._rng.integers(1, _PEER_DEATH_SEEN_NS)
+            self._life.later(delay_ns, self._report, read, None, "no handshake: nobody with that engine id is there")
+            return
+        rng, weather = self._rng, self._weather
+        lasts_ns = int(rng.integers(1, weather.read_ms + 1)) * MS
+        if rng.random() < weather.late:
+            lasts_ns = int(rng.integers(1, 15_000)) * MS
+        fate = rng.random()
+        hangs = fate < weather.hang
+        fails = not hangs and fate < weather.hang + weather.fail
+        post = read.post
+        for remote, local in zip(post.remote_blocks.tolist(), post.local_blocks.tolist(), strict=True):
+            if (hangs or fails) and rng.random() < 0.3:
+                continue  # half done
+            self._life.later(rng.integers(0, 12_000 * MS if hangs else lasts_ns), self._copy, read, remote, local)
+        if not hangs:
+            self._life.later(lasts_ns, self._data_over, read, fails)
+
+    def _runs(self, read: Read) -> bool:
+        """Whether it can still write."""
+        return not read.ended and read.mover == self._number
+
+    def _copy(self, read: Read, remote: int, local: int) -> None:
+        source = read.source
+        assert source is not None
+        if not self._runs(read) or not source.alive:
+            return
+        if source.stopped_for_ns:
+            self._life.later(source.stopped_for_ns, self._copy, read, remote, local)
+            return
+        self._life.device.tags[local] = source.device.tags[remote]
+
+    def _data_over(self, read: Read, fails: bool) -> None:
+        """All data is there: now, and not before, the slot is read."""
+        source = read.source
+        assert source is not None
+        if not self._runs(read) or not source.alive:
+            return  # `peer_died` reports
+        if source.stopped_for_ns:
+            self._life.later(source.stopped_for_ns + MS, self._data_over, read, fails)
+            return
+        nonce, lease_id = (int(word) for word in source.slots[read.post.source.slot])
+        self._report(read, None if fails else (nonce, lease_id), "the transfer broke")
+
+    def _stop(self, read: Read) -> None:
+        if not read.ended and read.mover in (None, self._number):
+            self._report(read, None, "cancelled")
+
+    def _report(self, read: Read, slot: tuple[int, int] | None, error: str) -> None:
+        if read.ended or read.mover not in (None, self._number):
+            return
+        read.ended = True
+        self._life.deliver(
+            ReadEnded(
+                handle=read.post.handle, slot=slot, moved_bytes=len(read.post.local_blocks), seconds=0.1,
+                error=None if slot else error,
+            )
+        )  # fmt: skip

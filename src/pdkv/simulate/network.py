@@ -1,0 +1,45 @@
+"""Messages between instances: lost, doubled, delayed and reordered as the weather has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from pdkv.core.ports import Peer, PeerMessage
+from pdkv.simulate.clock import VirtualTime
+from pdkv.simulate.weather import MS, Weather
+
+Receiver = Callable[[PeerMessage], None]
+
+
+class Network:
+    """Carries peer messages to whoever listens at an address then, the next life of a crashed instance included."""
+
+    def __init__(self, time: VirtualTime, rng: np.random.Generator, weather: Weather) -> None:
+        self._time, self._rng, self._weather = time, rng, weather
+        self._receivers: dict[int, Receiver] = {}
+        self._cut_until: dict[int, int] = {}
+
+    def listen(self, port: int, receive: Receiver) -> None:
+        """``receive`` gets what is sent to ``port`` from now on."""
+        self._receivers[port] = receive
+
+    def cut(self, port: int, until_ns: int) -> None:
+        """Nothing arrives at ``port`` until then."""
+        self._cut_until[port] = max(until_ns, self._cut_until.get(port, 0))
+
+    def delay_ns(self) -> int:
+        """How long one message takes."""
+        return int(self._rng.integers(MS // 10, self._weather.max_delay_ms * MS))
+
+    def send(self, peer: Peer, message: PeerMessage) -> None:
+        """To ``peer``, perhaps."""
+        if self._rng.random() < self._weather.drop:
+            return
+        for _ in range(2 if self._rng.random() < self._weather.duplicate else 1):
+            self._time.after(self.delay_ns(), self._deliver, peer.port, message)
+
+    def _deliver(self, port: int, message: PeerMessage) -> None:
+        if self._cut_until.get(port, 0) <= self._time.now_ns:
+            self._receivers[port](message)

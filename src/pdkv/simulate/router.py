@@ -1,0 +1,160 @@
+"""The P/D router in virtual time: prefill leg, decode leg, retries, and clients that leave."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from pdkv.core.ports import Event, Finished, FinishReason, LeaseGrant, NewRequest, RemoteSource, TokenSampled
+from pdkv.simulate.weather import MS
+
+if TYPE_CHECKING:
+    from pdkv.simulate.instance import Instance, Life
+    from pdkv.simulate.world import World
+
+_SILENCE_NS = 8000 * MS  # an instance that shows no sign of life for so long is given up (`--instance-timeout`)
+_MOST_LEGS = 8
+
+
+class Outcome(enum.Enum):
+    """What a client can see of its request, exactly once."""
+
+    COMPLETED = "completed"
+    ERROR = "error"
+    LEFT = "the client left"
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One client's request, and what was streamed to it."""
+
+    new: NewRequest
+    tokens: list[int] = field(default_factory=list)
+    outcome: Outcome | None = None
+    error: str = ""
+    source: RemoteSource | None = None  # what the prefill leg granted
+    leg: Leg | None = None  # the one under way
+    legs: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """A request to one life of an instance, on behalf of a call."""
+
+    call: Call
+    new: NewRequest
+    life: Life
+
+
+class Router:
+    """Sends each call to a prefill and then to a decode instance; what is lost is tried again where that is safe."""
+
+    def __init__(self, world: World, prefill: Sequence[Instance], decode: Sequence[Instance]) -> None:
+        self._world, self._prefill, self._decode = world, prefill, decode
+        self._turn = 0
+
+    def arrive(self, call: Call) -> None:
+        """A client's request."""
+        new = replace(call.new, produce=True, max_tokens=1)
+        if not self._send(call, self._prefill, new):
+            self._decode_leg(call)  # no prefill instance answers: the decode instance computes the prompt
+
+    def leave(self, call: Call) -> None:
+        """The client closes its connection."""
+        if call.outcome is None:
+            self._end(call, Outcome.LEFT)
+
+    # ---------------------------------------------------------------------------------------- what instances answer
+
+    def heard(self, leg: Leg, event: Event) -> None:
+        """A token or the end of a leg. Of a leg that was given up nothing is passed on."""
+        call = leg.call
+        if call.leg is not leg:
+            return
+        if isinstance(event, TokenSampled) and not leg.new.produce:
+            call.tokens.append(event.token)
+        elif isinstance(event, Finished):
+            call.leg = None
+            if leg.new.produce:
+                self._prefilled(call, leg, event)
+            elif event.reason is FinishReason.LENGTH:
+                self._end(call, Outcome.COMPLETED)
+            else:
+                self._end(call, Outcome.ERROR, event.error or event.reason.value)
+
+    def lost(self, leg: Leg) -> None:
+        """The instance died, or shows no sign of life: another one may do, while no token has been streamed."""
+        call = leg.call
+        if call.leg is not leg:
+            return
+        call.leg = None
+        if leg.new.produce:
+            self.arrive(call)
+        elif call.tokens:
+            self._end(call, Outcome.ERROR, "the decode instance died in the middle of its answer")
+        else:
+            self._decode_leg(call)
+
+    # -------------------------------------------------------------------------------------------------------- legs
+
+    def _prefilled(self, call: Call, leg: Leg, event: Finished) -> None:
+        if event.lease is not None:
+            call.source = remote_source(leg, event.lease)
+        self._world.time.after(self._world.network.delay_ns(), self._decode_leg, call)
+
+    def _decode_leg(self, call: Call) -> None:
+        if call.outcome is not None:
+            return
+        if not self._send(call, self._decode, replace(call.new, source=call.source)):
+            self._end(call, Outcome.ERROR, "no decode instance answers")
+
+    def _send(self, call: Call, instances: Sequence[Instance], new: NewRequest) -> bool:
+        """To the next instance that answers, unless the call has been tried often enough."""
+        if call.legs >= _MOST_LEGS:
+            return False
+        for _ in instances:
+            self._turn += 1
+            life = instances[self._turn % len(instances)].life
+            if life is None:
+                continue
+            call.legs += 1
+            call.leg = Leg(call, replace(new, request_id=f"{new.request_id}/{call.legs}"), life)
+            life.submit(call.leg)
+            self._world.time.after(_SILENCE_NS, self._look, call.leg)
+            return True
+        return False
+
+    def _look(self, leg: Leg) -> None:
+        """A stopped instance breaks no connection: only asking it for a sign of life tells."""
+        if leg.call.leg is not leg:
+            return
+        if leg.life.stopped_for_ns:
+            leg.life.abort(leg)
+            self.lost(leg)
+        else:
+            self._world.time.after(_SILENCE_NS, self._look, leg)
+
+    def _end(self, call: Call, outcome: Outcome, error: str = "") -> None:
+        assert call.outcome is None, f"{call.new.request_id}: {outcome.value} after {call.outcome}"
+        call.outcome, call.error = outcome, error
+        if call.leg is not None:
+            call.leg.life.abort(call.leg)
+            call.leg = None
+        self._world.ended(call)
+
+
+def remote_source(leg: Leg, lease: LeaseGrant) -> RemoteSource:
+    """The grant as `kv_transfer_params` carries it."""
+    return RemoteSource(
+        peer=leg.life.peer,
+        request_id=leg.new.request_id,
+        block_ids=lease.block_ids,
+        num_tokens=lease.num_tokens,
+        slot=lease.slot,
+        nonce=lease.nonce,
+        lease_id=lease.lease_id,
+        token=lease.token,
+        cached_tokens=lease.cached_tokens,
+    )

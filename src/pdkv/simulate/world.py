@@ -1,0 +1,244 @@
+"""A whole P/D system under virtual time and faults, judged by what its memory holds and what its clients see."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pdkv.core.config import EngineConfig, TransferPolicy
+from pdkv.core.ports import Event, LeaseReleased, LoadFailed, NewRequest, Peer
+from pdkv.simulate.clock import VirtualTime
+from pdkv.simulate.device import ForeignKV, expected_output
+from pdkv.simulate.instance import Instance, Life
+from pdkv.simulate.network import Network
+from pdkv.simulate.router import Call, Outcome, Router
+from pdkv.simulate.weather import MS, Weather
+
+BLOCK = 4
+MAX_LEN = 40
+_PATIENCE_NS = 300_000 * MS  # everything must have ended so long after the last arrival
+_MOST_ACTIONS = 2_000  # per request: more means that somebody goes round in circles
+
+#: Hears the story: (time in ns, who, what, details).
+Note = Callable[[int, str, str, object], None]
+
+
+class Kind(enum.Enum):
+    """What can be wrong with a world."""
+
+    FOREIGN_KV = "a token was computed from KV that is not its prompt's"
+    STUCK = "somebody waits or holds memory beyond every deadline"
+    STRANDED = "memory is still held after the traffic has ended"
+    OUTCOME = "a client saw no outcome, two, or wrong tokens"
+    LEDGER = "accounts, owners and blocks disagree, or a deadline has passed"
+    WASTE = "a lease expired or a load failed although nothing had gone wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """What is wrong, and the facts."""
+
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Story:
+    """How a world ended: its first violation, if any, and how often each thing happened."""
+
+    seed: int
+    weather: Weather
+    violation: Violation | None
+    counts: Counter[str]
+    virtual_ns: int
+
+
+class World:
+    """Everything is drawn from ``seed``; `play` runs it to its end. ``note`` hears all that happens.
+
+    ``weather`` and ``settings`` (of every instance's `EngineConfig`) take the place of what would be drawn.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        policy: TransferPolicy,
+        *,
+        requests: int = 200,
+        weather: Weather | None = None,
+        note: Note | None = None,
+        **settings: Any,
+    ) -> None:
+        self.seed, self._note, self._settings = seed, note, settings
+        self.rng = np.random.default_rng(seed)
+        self.weather = Weather.draw(self.rng) if weather is None else weather
+        self.time = VirtualTime()
+        self.network = Network(self.time, self.rng, self.weather)
+        self.counts: Counter[str] = Counter()
+        self._wasted = ""
+        if policy.bounded_waits and self.rng.random() < 0.25:
+            policy = replace(policy, load_failure="fail")
+        self._instances: list[Instance] = []
+        prefill = [self._instance(f"P{i}", i, policy) for i in range(int(self.rng.integers(1, 3)))]
+        decode = [self._instance(f"D{i}", 10 + i, policy) for i in range(int(self.rng.integers(1, 3)))]
+        self.router = Router(self, prefill, decode)
+        self.calls = list(self._arrivals(requests))
+        self.open = requests
+        for instance in self._instances:
+            self.time.after(100 * MS, self._misfortune, instance)
+
+    # ----------------------------------------------------------------------------------------------------- drawing it
+
+    def _instance(self, name: str, port: int, policy: TransferPolicy) -> Instance:
+        instance = Instance(self, name, port, self._config(policy))
+        self._instances.append(instance)
+        return instance
+
+    def _config(self, policy: TransferPolicy) -> EngineConfig:
+        rng = self.rng
+        drawn = EngineConfig(
+            num_blocks=int(rng.integers(11, 30)),
+            block_size=BLOCK,
+            max_model_len=MAX_LEN,
+            max_num_seqs=int(rng.integers(1, 9)),
+            max_num_batched_tokens=int(rng.choice([8, 24, 64])),
+            watermark=float(rng.choice([0.0, 0.1])),
+            enable_prefix_caching=bool(rng.random() < 0.8),
+            priority_scheduling=bool(rng.random() < 0.2),
+            max_outstanding_plans=int(rng.integers(1, 3)),
+            full_sequence_must_fit=bool(rng.random() < 0.8),
+            transfer=policy,
+            kv_load_timeout_ns=60_000 * MS if self.weather.calm else int(rng.choice([300, 6000])) * MS,
+            fence_timeout_ns=1000 * MS,
+            lease_ns=3000 * MS,
+            max_leased_fraction=float(rng.choice([0.4, 0.8])),
+        )
+        return replace(drawn, **self._settings)
+
+    def _arrivals(self, requests: int) -> Iterator[Call]:
+        rng = self.rng
+        families = [rng.integers(0, 50, MAX_LEN, dtype=np.int32) for _ in range(4)]
+        at_ns, gap_ms = 0, int(rng.choice([20, 80, 200]))
+        for number in range(requests):
+            at_ns += int(rng.integers(0, 2 * gap_ms * MS))
+            prompt = families[int(rng.integers(len(families)))][: int(rng.integers(1, 31))].copy()
+            if rng.random() < 0.6:
+                prompt[int(rng.integers(len(prompt)))] = 60 + number  # shares its head only
+            salt = "salt" if rng.random() < 0.1 else None
+            new = NewRequest(
+                request_id=f"r{number}", prompt=prompt, max_tokens=int(rng.integers(1, 17)),
+                priority=int(rng.integers(0, 2)), cache_salt=salt,
+            )  # fmt: skip
+            call = Call(new)
+            self.time.after(at_ns, self.router.arrive, call)
+            if rng.random() < self.weather.abort:
+                self.time.after(at_ns + rng.integers(0, 3000 * MS), self.router.leave, call)
+            yield call
+        self._last_arrival_ns = at_ns
+
+    def _misfortune(self, instance: Instance) -> None:
+        """Ten times a second an instance may be hit by what has a rate."""
+        rng, weather, life = self.rng, self.weather, instance.life
+        if life is not None:
+            if rng.random() < weather.crash / 10:
+                instance.kill()
+                self.time.after(rng.integers(1, 4000 * MS), self._restart, instance)
+            elif rng.random() < weather.pause / 10:
+                duration_ns = int(rng.integers(50, 8000)) * MS
+                self.note(life.name, "stopped", f"for {duration_ns // MS} ms")
+                life.stop_for(duration_ns)
+            elif rng.random() < weather.mover_crash / 10:
+                life.later(0, life.mover.kill)
+            elif rng.random() < weather.outage / 10:
+                self.network.cut(life.peer.port, self.time.now_ns + int(rng.integers(100, 6000)) * MS)
+        if self.open:
+            self.time.after(100 * MS, self._misfortune, instance)
+
+    def _restart(self, instance: Instance) -> None:
+        instance.start()
+
+    # -------------------------------------------------------------------------------------------- what its parts ask
+
+    def lives(self) -> Iterator[Life]:
+        """The instances that are up."""
+        for instance in self._instances:
+            if instance.life is not None:
+                yield instance.life
+
+    def life_of(self, peer: Peer) -> Life | None:
+        """The very life that ``peer`` names, if it still is."""
+        return next((life for life in self.lives() if life.peer == peer), None)
+
+    def took(self, life: Life, events: tuple[Event, ...]) -> None:
+        """What an engine reported."""
+        for event in events:
+            name = type(event).__name__
+            if isinstance(event, LeaseReleased) and event.expired:
+                self.counts["LeaseExpired"] += 1
+                self._wasted = self._wasted or f"{life.name}: the lease of {event.request_id} expired"
+            elif isinstance(event, LoadFailed):
+                self._wasted = self._wasted or f"{life.name}: {event.request_id}: {event.cause}"
+            self.note(life.name, name, event)
+
+    def ended(self, call: Call) -> None:
+        """A client has seen an outcome."""
+        assert call.outcome is not None
+        self.open -= 1
+        self.note("router", call.outcome.name, f"{call.new.request_id} {call.error}")
+
+    def note(self, who: str, what: str, details: object = "") -> None:
+        """One more thing happened: it is counted, and told if somebody listens."""
+        self.counts[what] += 1
+        if self._note is not None:
+            self._note(self.time.now_ns, who, what, details)
+
+    # --------------------------------------------------------------------------------------------------- playing it
+
+    def play(self) -> Story:
+        """To the end of all requests, and then of all leases and fences, or to the first violation."""
+        try:
+            violation = self._play()
+        except ForeignKV as error:
+            violation = Violation(Kind.FOREIGN_KV, str(error))
+        except AssertionError as error:
+            violation = Violation(Kind.LEDGER, str(error))
+        if violation is not None:
+            self.note("checker", violation.kind.name, violation.text)
+        return Story(
+            seed=self.seed, weather=self.weather, violation=violation, counts=self.counts,
+            virtual_ns=self.time.now_ns,
+        )  # fmt: skip
+
+    def _play(self) -> Violation | None:
+        most = _MOST_ACTIONS * len(self.calls)
+        over = self.time.run(self._last_arrival_ns + _PATIENCE_NS, most)
+        held = [line for life in self.lives() for line in life.held()]
+        if not over or self.open:
+            waiting = [call.new.request_id for call in self.calls if call.outcome is None]
+            return Violation(Kind.STUCK if self.open else Kind.STRANDED, f"{waiting[:5]} wait; {held[:20]}")
+        if held or any(life.slots[:, 1].any() for life in self.lives()):
+            return Violation(Kind.STRANDED, f"{held[:5]}, or a lease slot is still armed")
+        for call in self.calls:
+            wrong = self._judge(call)
+            if wrong:
+                return Violation(Kind.OUTCOME, f"{call.new.request_id}: {wrong}")
+        if self.weather.calm and self._wasted:
+            return Violation(Kind.WASTE, self._wasted)
+        return None
+
+    @staticmethod
+    def _judge(call: Call) -> str | None:
+        """What is wrong with what the client saw."""
+        expected = expected_output(call.new.prompt, min(call.new.max_tokens, MAX_LEN - len(call.new.prompt)))
+        if call.tokens != expected[: len(call.tokens)]:
+            return f"it was given {call.tokens}, which does not begin {expected}"
+        if call.outcome is Outcome.COMPLETED and call.tokens != expected:
+            return f"it ended well after {len(call.tokens)} of {len(expected)} tokens"
+        if call.outcome is Outcome.ERROR and not call.error:
+            return "an error without a cause"
+        return None
