@@ -63,8 +63,10 @@ def test_misuse_is_caught() -> None:
     queue = FreeQueue(ids([1, 2, 3]), 4)
     with pytest.raises(AssertionError, match="4 blocks asked, 3 free"):
         queue.pop(4)
-    with pytest.raises(AssertionError, match="freed twice"):
-        queue.append(ids([2]))
+    queue.append(ids([2]))
+    with pytest.raises(AssertionError, match="length differs"):
+        queue.check()
+    queue = FreeQueue(ids([1, 2, 3]), 4)
     queue.pop(1)
     with pytest.raises(AssertionError, match="not free"):
         queue.remove(ids([1]))

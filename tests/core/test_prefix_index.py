@@ -194,6 +194,18 @@ def test_runs_that_nobody_holds_are_swept_out() -> None:
     index.check()
 
 
+def test_layers_that_nobody_holds_are_taken_off() -> None:
+    """One content cached and evicted again and again in a large pool: a lookup does not go through all its past."""
+    index, hashes = RunPrefixIndex(10_000), chain([1, 2])
+    for turn in range(1000):
+        table = ids([1 + turn, 2000 + turn])
+        index.insert(hashes, 0, table, 0)
+        assert index.lookup(hashes).tolist() == table.tolist()
+        assert len(index._layers) <= 9
+        index.drop(table)
+    index.check()
+
+
 def test_a_sparse_run_falls_apart_when_swept() -> None:
     """Blocks in the middle of a sequence outlive those before them: they are found again when the gap is filled."""
     index, hashes = RunPrefixIndex(256), chain(list(range(200)))

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -83,6 +83,7 @@ _RELEASE = [Change(source=account) for account in Account]
 _HASHED = [Change(hashed=False), Change(hashed=True)]
 
 _EMPTY = np.empty(0, dtype=np.int32)
+_MOST_STRETCHES = 8  # with more, blocks are sorted by state
 _MOST_STATES = 4096  # beyond so many, numbers that no block has any more are given out anew
 
 
@@ -112,18 +113,15 @@ class Ledger:
 
     def claim(self, blocks: Int32Array, account: Account) -> Int32Array:
         """The first owner of ``blocks``, whose content is given up; returns those whose content could be hit so far."""
-        leads, numbers = self._change(blocks, _CLAIM[account])
-        return _of(blocks, numbers, leads, [before for before in leads if self._states[before].hashed])
+        return self._change(blocks, _CLAIM[account]).that_were(self._hashed)
 
     def release(self, blocks: Int32Array, account: Account) -> tuple[Int32Array, Int32Array]:
         """One owner fewer; returns those that nobody holds any more: the ones without content, the ones with.
 
         Raises ``AssertionError`` if there was no owner (our own bug).
         """
-        leads, numbers = self._change(blocks, _RELEASE[account])
-        free = [before for before, after in leads.items() if self._account[after] == Account.FREE]
-        cached = [before for before, after in leads.items() if self._account[after] == Account.CACHED]
-        return _of(blocks, numbers, leads, free), _of(blocks, numbers, leads, cached)
+        changed = self._change(blocks, _RELEASE[account])
+        return changed.that_are(self._free), changed.that_are(self._cached)
 
     def move(self, blocks: Int32Array, source: Account, target: Account) -> None:
         """The same owner, another account."""
@@ -131,71 +129,76 @@ class Ledger:
 
     def set_hashed(self, blocks: Int32Array, hashed: bool) -> Int32Array:
         """Content of ``blocks`` can (no longer) be hit; returns those of which it could before."""
-        leads, numbers = self._change(blocks, _HASHED[hashed])
-        return _of(blocks, numbers, leads, [before for before in leads if self._states[before].hashed])
+        return self._change(blocks, _HASHED[hashed]).that_were(self._hashed)
 
-    def _change(self, blocks: Int32Array, change: Change) -> tuple[dict[int, int], Int32Array | None]:
-        """Put ``blocks`` into the states that ``change`` leads to.
-
-        Returns these by the number of the state before, and the numbers before as `_tally` does.
-        """
+    def _change(self, blocks: Int32Array, change: Change) -> _Parts:
+        """Put ``blocks`` into the states that ``change`` leads to."""
         if len(self._states) > self._most_states:
             self._drop_unused_states()
-        amounts, numbers = self._tally(blocks)
-        known = self._leads[change]
-        leads = {before: known[before] if before in known else self._lead(before, change) for before in amounts}
-        if len(blocks) == 1:
-            self._single[blocks.item()] = next(iter(leads.values()))
-        elif numbers is not None:
-            table = np.zeros(max(leads) + 1, dtype=np.int32)
-            table[list(leads)] = list(leads.values())
-            self._number[blocks] = table.take(numbers)
-        elif leads:
-            self._number[blocks] = next(iter(leads.values()))
-        self._count(leads, amounts)
-        return leads, numbers
-
-    def _tally(self, blocks: Int32Array) -> tuple[dict[int, int], Int32Array | None]:
-        """How many of ``blocks`` are in which state; and int32[n], each one's number, ``None`` if all are the same."""
-        if len(blocks) == 1:
-            return {self._single[blocks.item()]: 1}, None
-        if not len(blocks):
-            return {}, None
-        numbers = self._number.take(blocks)
-        first = numbers.item(0)
-        if not np.count_nonzero(numbers != first):
-            return {first: len(blocks)}, None
-        tally = np.bincount(numbers)
-        return {number: tally.item(number) for number in np.flatnonzero(tally).tolist()}, numbers
-
-    def _count(self, leads: dict[int, int], amounts: dict[int, int]) -> None:
-        counts, account = self.counts, self._account
-        for before, after in leads.items():
-            counts[account[before]] -= amounts[before]
-            counts[account[after]] += amounts[before]
-        for after in leads.values():
+        parts, leads, counts, account = self._parts(blocks), self._leads[change], self.counts, self._account
+        for before, some in zip(parts.numbers, parts.blocks, strict=True):
+            after = leads[before] if before in leads else self._lead(before, change)
+            parts.after.append(after)
+            if len(some) == 1:
+                self._single[some.item()] = after
+            else:
+                self._number[some] = after
+            counts[account[before]] -= len(some)
+            counts[account[after]] += len(some)
+        for after in parts.after:
             if counts[account[after]] > self.peaks[account[after]]:
                 self.peaks[account[after]] = counts[account[after]]
+        return parts
+
+    def _parts(self, blocks: Int32Array) -> _Parts:
+        """``blocks`` by the states they are in."""
+        if len(blocks) == 1:
+            return _Parts(blocks, [self._single[blocks.item()]], [blocks])
+        if not len(blocks):
+            return _Parts(blocks, [], [])
+        numbers = self._number.take(blocks)
+        first = numbers.item(0)
+        differ = numbers != first
+        if not np.count_nonzero(differ):
+            return _Parts(blocks, [first], [blocks])
+        # A table goes through few states, one stretch after the other: what is shared, what is full, its last block.
+        cuts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(blocks)]
+        if len(cuts) <= _MOST_STRETCHES:
+            stretches = list(pairwise(cuts))
+            return _Parts(blocks, [numbers.item(at) for at, _ in stretches], [blocks[at:end] for at, end in stretches])
+        met = np.flatnonzero(np.bincount(numbers)).tolist()
+        return _Parts(blocks, met, [blocks[numbers == number] for number in met], numbers)
 
     # ---------------------------------------------------------------------------------------- states and their numbers
 
     def _name_states(self, states: list[BlockState]) -> None:
         """Number ``states`` from 0 on; those met later follow."""
-        self._states = states
-        self._numbers = {state: number for number, state in enumerate(states)}
-        self._account = [state.account for state in states]
-        self._leads: defaultdict[Change, dict[int, int]] = defaultdict(dict)
+        self._states: list[BlockState] = []
+        self._numbers: dict[BlockState, int] = {}
+        self._leads: defaultdict[Change, dict[int, int]] = defaultdict(dict)  # from number to number
+        self._account: list[Account] = []  # facts of the states, by number
+        self._hashed: list[bool] = []
+        self._free: list[bool] = []
+        self._cached: list[bool] = []
+        self._idle: list[bool] = []
+        for state in states:
+            self._name(state)
+
+    def _name(self, state: BlockState) -> int:
+        number = self._numbers.get(state)
+        if number is None:
+            number = self._numbers[state] = len(self._states)
+            self._states.append(state)
+            self._account.append(state.account)
+            self._hashed.append(state.hashed)
+            self._free.append(state.account is Account.FREE)
+            self._cached.append(state.account is Account.CACHED)
+            self._idle.append(state.account in (Account.FREE, Account.CACHED))
+        return number
 
     def _lead(self, before: int, change: Change) -> int:
         """The number of the state that ``change`` leads to from state number ``before``."""
-        after = self._leads[change].get(before)
-        if after is None:
-            state = self._states[before].after(change)
-            after = self._numbers.setdefault(state, len(self._states))
-            if after == len(self._states):
-                self._states.append(state)
-                self._account.append(state.account)
-            self._leads[change][before] = after
+        after = self._leads[change][before] = self._name(self._states[before].after(change))
         return after
 
     def _drop_unused_states(self) -> None:
@@ -210,7 +213,7 @@ class Ledger:
 
     def hashed(self, blocks: Int32Array) -> BoolArray:
         """bool[n]: which of ``blocks`` carry content that can be hit."""
-        by_number: BoolArray = np.array([state.hashed for state in self._states])
+        by_number: BoolArray = np.array(self._hashed)
         return by_number[self._number[blocks]]
 
     @property
@@ -225,8 +228,7 @@ class Ledger:
 
     def idle(self, blocks: Int32Array) -> Int32Array:
         """int32[m]: those of ``blocks`` that nobody holds, in order."""
-        amounts, numbers = self._tally(blocks)
-        return _of(blocks, numbers, amounts, [number for number in amounts if self._account[number] <= Account.CACHED])
+        return self._parts(blocks).that_were(self._idle)
 
     def account_of(self, block: int) -> Account:
         """The one account ``block`` is in."""
@@ -253,13 +255,37 @@ class Ledger:
         assert all(peak >= count for peak, count in zip(self.peaks, counts, strict=True)), "ledger: a peak was missed"
 
 
-def _of(blocks: Int32Array, numbers: Int32Array | None, met: Collection[int], chosen: list[int]) -> Int32Array:
-    """int32[m]: those of ``blocks`` whose number is ``chosen``, in order; ``met`` are all the numbers they have."""
-    if len(chosen) == len(met):
-        return blocks
-    if not chosen:
-        return _EMPTY
-    assert numbers is not None
-    table = np.zeros(max(met) + 1, dtype=np.bool_)
-    table[chosen] = True
-    return blocks[table.take(numbers)]
+@dataclass(slots=True, eq=False)
+class _Parts:
+    """Blocks by state: ``blocks[i]`` are in the state that has ``numbers[i]``, and come into that of ``after[i]``.
+
+    The parts lie one behind the other in ``whole``, in this order; or ``mixed`` is int32[n], the number of each block.
+    """
+
+    whole: Int32Array
+    numbers: list[int]
+    blocks: list[Int32Array]
+    mixed: Int32Array | None = None
+    after: list[int] = field(default_factory=list)
+
+    def that_were(self, fact: list[bool]) -> Int32Array:
+        """int32[m]: the blocks of whose state before ``fact`` is true, in order."""
+        return self._where([fact[number] for number in self.numbers])
+
+    def that_are(self, fact: list[bool]) -> Int32Array:
+        """int32[m]: the blocks of whose state after ``fact`` is true, in order."""
+        return self._where([fact[number] for number in self.after])
+
+    def _where(self, chosen: list[bool]) -> Int32Array:
+        count = sum(chosen)
+        if count == 0:
+            return _EMPTY
+        if count == len(chosen):
+            return self.whole
+        if count == 1:
+            return self.blocks[chosen.index(True)]
+        if self.mixed is None:
+            return np.concatenate([some for some, true in zip(self.blocks, chosen, strict=True) if true])
+        return self.whole[
+            np.isin(self.mixed, [number for number, true in zip(self.numbers, chosen, strict=True) if true])
+        ]

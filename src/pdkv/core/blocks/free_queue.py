@@ -6,7 +6,7 @@ import numpy as np
 
 from pdkv.core.ports import BoolArray, Int32Array
 
-_OUT = -1  # the place of a block that is not queued
+_OUT = -1  # nowhere in the ring
 
 
 class FreeQueue:
@@ -15,6 +15,8 @@ class FreeQueue:
     An entry of the ring is valid while its block says that it stands there: taking a block out of the middle (a prefix
     hit) only changes the block's place. When an end of the ring is reached it is rewritten around its middle, without
     the entries that are valid no more, which is O(1) amortised.
+
+    That no block is freed twice is the ledger's to say (`Ledger.release`); `check` recounts it.
     """
 
     def __init__(self, blocks: Int32Array, num_blocks: int) -> None:
@@ -50,7 +52,10 @@ class FreeQueue:
         """Take queued ``blocks`` out, wherever they stand."""
         if not len(blocks):
             return
-        assert np.count_nonzero(self._place.take(blocks) == _OUT) == 0, "free queue: removal of a block not free"
+        places = self._place.take(blocks)
+        queued = (places >= self._head) & (places < self._tail)
+        queued &= self._ring.take(places, mode="clip") == blocks
+        assert np.count_nonzero(queued) == len(blocks), "free queue: removal of a block that is not free"
         self._place[blocks] = _OUT
         self._len -= len(blocks)
 
@@ -59,32 +64,31 @@ class FreeQueue:
         assert count <= self._len, f"free queue: {count} blocks asked, {self._len} free"
         if count == 1:
             return self._pop_one()
-        taken: list[Int32Array] = []
-        missing = count
-        while missing:
-            start, stop = self._head, min(self._head + max(missing, 16), self._tail)
-            blocks, valid = self._ring[start:stop], self._valid(start, stop)
-            if np.count_nonzero(valid) < len(valid) or len(valid) > missing:
-                entries = np.flatnonzero(valid)[:missing]
-                stop = start + int(entries[-1]) + 1 if len(entries) == missing else stop
-                blocks = blocks[entries]
-            taken.append(blocks)
-            missing -= len(blocks)
-            self._head = stop
-        out = taken[0].copy() if len(taken) == 1 else np.concatenate(taken) if taken else np.empty(0, dtype=np.int32)
-        self._place[out] = _OUT
+        if self._tail - self._head == self._len:  # every entry is valid
+            out = self._ring[self._head : self._head + count].copy()
+            self._head += count
+        else:
+            out = self._pop_valid(count)
         self._len -= count
         return out
+
+    def _pop_valid(self, missing: int) -> Int32Array:
+        taken: list[Int32Array] = []
+        while missing:
+            start, stop = self._head, min(self._head + max(missing, 16), self._tail)
+            entries = np.flatnonzero(self._valid(start, stop))[:missing]
+            taken.append(self._ring[start:stop][entries])
+            missing -= len(entries)
+            self._head = stop if missing else start + int(entries[-1]) + 1
+        return taken[0] if len(taken) == 1 else np.concatenate(taken)
 
     def _pop_one(self) -> Int32Array:
         ring, place, head = self._single_ring, self._single_place, self._head
         while place[ring[head]] != head:
             head += 1
-        block = ring[head]
-        place[block] = _OUT
         self._head = head + 1
         self._len -= 1
-        return np.asarray([block], dtype=np.int32)
+        return np.asarray([ring[head]], dtype=np.int32)
 
     def order(self) -> Int32Array:
         """int32[len]: a copy of the queue, head first."""
@@ -99,10 +103,8 @@ class FreeQueue:
         """Write ``blocks`` to the ring from ``start`` on."""
         if len(blocks) == 1:
             block = blocks.item()
-            assert self._single_place[block] == _OUT, "free queue: a block freed twice"
             self._single_ring[start], self._single_place[block] = block, start
         else:
-            assert np.count_nonzero(self._place.take(blocks) != _OUT) == 0, "free queue: a block freed twice"
             self._ring[start : start + len(blocks)] = blocks
             self._place[blocks] = np.arange(start, start + len(blocks), dtype=np.int32)
         self._len += len(blocks)
@@ -120,5 +122,5 @@ class FreeQueue:
     def check(self) -> None:
         """Recount; raises ``AssertionError`` on any difference."""
         order = self.order()
-        assert len(order) == self._len == int(np.count_nonzero(self._place != _OUT)), "free queue: length differs"
+        assert len(order) == self._len, "free queue: length differs"
         assert len(np.unique(order)) == len(order), "free queue: a block stands twice"

@@ -91,15 +91,12 @@ class HashChain(Sequence[bytes]):
     @overload
     def __getitem__(self, index: slice) -> HashChain: ...
     def __getitem__(self, index: int | slice) -> bytes | HashChain:
-        if self._digests is None:
-            if isinstance(index, slice):
-                return self
-            raise IndexError("an empty chain")
         if isinstance(index, slice):
-            return HashChain(self._digests[: self._len][index])
-        if not -self._len <= index < self._len:
+            return self if self._digests is None else HashChain(self._digests[: self._len][index])
+        at = index if index >= 0 else self._len + index
+        if self._digests is None or not 0 <= at < self._len:
             raise IndexError(f"hash {index} of {self._len}")
-        digest: bytes = self._digests.item(index if index >= 0 else self._len + index)
+        digest: bytes = self._digests.item(at)
         return digest
 
     def extend(self, digests: Sequence[bytes]) -> None:

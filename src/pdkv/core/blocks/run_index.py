@@ -34,6 +34,7 @@ from pdkv.core.ports import BoolArray, Int32Array
 
 _SHIFT = 32  # a block's place is layer number << 32 | position in the layer; 0: it carries no hash
 _POSITION = (1 << _SHIFT) - 1
+_FEW_LAYERS = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,7 @@ class _Run:
     digest_bytes: int
     digests: bytearray
     layers: list[_Layer] = field(default_factory=list)
+    most_layers: int = _FEW_LAYERS  # with more it is rebuilt, without what belongs to no block any more
 
     def __len__(self) -> int:
         return len(self.digests) // self.digest_bytes
@@ -78,6 +80,11 @@ class _Layer:
     def end(self) -> int:
         """The position in the run behind its last block."""
         return self.start + len(self.blocks)
+
+    def ends_run(self, position: int) -> bool:
+        """Whether this is the last layer, ``position`` its last block, and no content of the run goes beyond it."""
+        run, count = self.run, len(self.blocks)
+        return position == count - 1 and run.layers[-1] is self and self.start + count == len(run)
 
 
 class RunPrefixIndex:
@@ -161,6 +168,7 @@ class RunPrefixIndex:
         assert np.count_nonzero(self._place.take(blocks)) == 0, "a block already carries a hash"
         layer, run, position = self._behind(hashes, first, before)
         at, end = first, first + len(blocks)
+        crowded: list[_Run] = []
         while at < end:
             count = min(run.same(position, hashes, at), end - at) if run else 0
             if not count:
@@ -174,8 +182,12 @@ class RunPrefixIndex:
                 run.digests += hashes.joined(at, at + count)
             assert run is not None
             self._put(run, position, blocks[at - first : at - first + count], layer)
+            if len(run.layers) > run.most_layers:
+                crowded.append(run)
             at += count
             position += count
+        for run in crowded:  # content that is cached and evicted again and again
+            self._rebuild(run, any_alive=True)
 
     def insert_each(
         self, chains: Sequence[HashChain], entries: Sequence[int], blocks: Sequence[int], before: Sequence[int]
@@ -184,19 +196,14 @@ class RunPrefixIndex:
         for hashes, entry, block, last in zip(chains, entries, blocks, before, strict=True):
             place = self._single[last]
             layer = self._layers[place >> _SHIFT] if place else None
-            if layer is not None and self._goes_on(layer, place & _POSITION, hashes[entry]):
+            key = hashes[entry]
+            if layer is not None and layer.ends_run(place & _POSITION) and key not in self._heads:
                 assert not self._single[block], f"block {block} already carries a hash"
-                layer.run.digests += hashes[entry]
+                layer.run.digests += key  # new content at the end of a run: nothing else can stand there
                 layer.blocks.append(block)
                 self._single[block] = place + 1
             else:
                 self.insert(hashes, entry, np.asarray([block], dtype=np.int32), last)
-
-    def _goes_on(self, layer: _Layer, position: int, key: bytes) -> bool:
-        """Whether content ``key`` is new, and belongs behind ``position``, the last of the last layer of its run."""
-        run, end = layer.run, position + 1
-        at_end = end == len(layer.blocks) and layer is run.layers[-1] and layer.start + end == len(run)
-        return at_end and key not in self._heads
 
     def _behind(self, hashes: HashChain, first: int, before: int) -> tuple[_Layer | None, _Run | None, int]:
         """Where content ``hashes[first]`` stands or would be appended: layer of block ``before``, run and position."""
@@ -204,7 +211,9 @@ class RunPrefixIndex:
         if place:
             layer = self._layers[place >> _SHIFT]
             return layer, layer.run, layer.start + (place & _POSITION) + 1
-        # The start of a sequence, or its last block was dropped while in use: the nearest run may hold others like it.
+        if first == 0:
+            return None, None, 0
+        # The block before was dropped while in use: others with its content may stand in the nearest run before it.
         for depth in sorted((depth for depth in self._depths if depth < first), reverse=True):
             run = self._heads.get(hashes[depth])
             if run is not None:
@@ -215,7 +224,7 @@ class RunPrefixIndex:
 
     def _new_until(self, hashes: HashChain, at: int, end: int) -> int:
         """Up to where ``hashes[at:end]``, of which the first is new, are new: to the first hash of another run."""
-        if end - at == 1:
+        if end - at == 1 or (len(self._depths) == 1 and at in self._depths):
             return end
         return min((depth for depth in self._depths if at < depth < end and hashes[depth] in self._heads), default=end)
 
@@ -287,17 +296,19 @@ class RunPrefixIndex:
         self._depths[run.depth] -= 1
         if not self._depths[run.depth]:
             del self._depths[run.depth]
+        for layer in run.layers:
+            del self._layers[layer.number]
+        if not any_alive:
+            return
         kept: list[tuple[int, Int32Array]] = []
         held = np.zeros(len(run), dtype=np.bool_)
         for layer in run.layers:
-            del self._layers[layer.number]
-            if any_alive:
-                ids, alive = self._entries(layer, len(run))
-                held[layer.start : layer.end] |= alive
-                kept += [(layer.start + first, ids[first:end]) for first, end in _stretches(alive)]
+            ids, alive = self._entries(layer, len(run))
+            held[layer.start : layer.end] |= alive
+            kept += [(layer.start + first, ids[first:end]) for first, end in _stretches(alive)]
         runs: list[tuple[int, _Run]] = []
         size = run.digest_bytes
-        for first, end in _stretches(held) if any_alive else ():
+        for first, end in _stretches(held):
             rest = _Run(run.depth + first, size, run.digests[first * size : end * size])
             self._heads[rest.digest(0)] = rest
             self._depths[rest.depth] += 1
@@ -306,6 +317,8 @@ class RunPrefixIndex:
         for start, ids in kept:
             first, rest = runs[bisect_right(firsts, start) - 1]
             self._put(rest, start - first, ids, None)
+        for _, rest in runs:
+            rest.most_layers = max(_FEW_LAYERS, 2 * len(rest.layers))
 
     # ------------------------------------------------------------------------------------------------------- checking
 
