@@ -80,6 +80,44 @@ def test_equals_a_recount(operations: list[tuple[str, int, Account]]) -> None:
         assert sum(ledger.as_dict().values()) == size
 
 
+def test_states_that_no_block_is_in_are_forgotten() -> None:
+    """Owners come and go in ever new combinations; what is known of them does not grow for ever."""
+    ledger, block, other = Ledger(3), np.asarray([1], dtype=np.int32), np.asarray([2], dtype=np.int32)
+    ledger._most_states = 8
+    ledger.hold(other, Account.LOADING)
+    for account in HELD:
+        for _ in range(10):
+            ledger.hold(block, account)
+        assert len(ledger._states) <= 9
+        ledger.check()
+    assert ledger.holders(np.asarray([0, 1, 2])).tolist() == [0, 10 * len(HELD), 1]
+    for account in HELD:
+        for _ in range(10):
+            ledger.release(block, account)
+    assert (ledger.account_of(1), ledger.account_of(2)) == (Account.FREE, Account.LOADING)
+    ledger.check()
+
+
+def test_many_states_at_once_keep_their_order() -> None:
+    """More stretches of states than a table has: what comes back is in the order of the blocks."""
+    ledger, blocks = Ledger(60), np.random.default_rng(1).permutation(np.arange(1, 60, dtype=np.int32))
+    for step in (2, 3, 5):
+        ledger.set_hashed(blocks[::step], True)
+        ledger.hold(blocks[step::step], Account.RETAINED)
+    ledger.hold(blocks, Account.RUNNING)
+    idle = {int(block) for block in blocks if ledger.holders(blocks[blocks == block])[0] == 1}
+    hashed = ledger.hashed(blocks)
+    empty, cached = ledger.release(blocks, Account.RUNNING)
+    assert empty.tolist() == [
+        block for block, full in zip(blocks.tolist(), hashed, strict=True) if block in idle and not full
+    ]
+    assert cached.tolist() == [
+        block for block, full in zip(blocks.tolist(), hashed, strict=True) if block in idle and full
+    ]
+    assert ledger.idle(blocks).tolist() == [block for block in blocks.tolist() if block in idle]
+    ledger.check()
+
+
 def test_release_without_a_hold_is_our_own_bug() -> None:
     ledger = Ledger(4)
     ledger.hold(np.asarray([1], dtype=np.int32), Account.RUNNING)

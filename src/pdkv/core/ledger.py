@@ -207,7 +207,7 @@ class Ledger:
         renumbered[used] = np.arange(len(used))
         self._number[:] = renumbered[self._number]
         self._name_states([self._states[number] for number in used.tolist()])
-        self._most_states = max(_MOST_STATES, 2 * len(used))
+        self._most_states = max(self._most_states, 2 * len(used))
 
     # ------------------------------------------------------------------------------------------------------- looking
 

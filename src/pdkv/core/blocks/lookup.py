@@ -48,10 +48,15 @@ class PrefixLookup:
         self._parts.sort(key=lambda part: not part.full)
         parts = self._parts
         alone = len(parts) == 1 and (len(kinds) == 1 or not parts[0].drops)
+        self._alike = alone and len(parts[0].groups) == len(kinds)  # one look answers for all
         self._one_pass = alone or (len(parts) == 2 and parts[0].full)
 
     def find(self, hashes: HashChain, max_tokens: int) -> Hit:
         """At most ``max_tokens`` tokens that all groups have."""
+        if self._alike:
+            part = self._parts[0]
+            blocks, tokens = part.kind.find(part.cached, hashes, max_tokens, drop=part.drops)
+            return Hit(tokens, tuple(blocks))
         tokens, longest = max_tokens, 0
         looked: set[int] = set()
         dropped: set[int] = set()  # parts that have lost their end for the candidate length: once is enough
