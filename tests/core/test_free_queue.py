@@ -59,6 +59,13 @@ def test_the_ring_is_rewritten_many_times(end: str) -> None:
     queue.check()
 
 
+def test_nothing_is_popped_on_request() -> None:
+    queue = FreeQueue(ids([1, 2, 3]), 4)
+    queue.remove(ids([1]))
+    assert queue.pop(0).tolist() == []
+    assert queue.order().tolist() == [2, 3]
+
+
 def test_misuse_is_caught() -> None:
     queue = FreeQueue(ids([1, 2, 3]), 4)
     with pytest.raises(AssertionError, match="4 blocks asked, 3 free"):

@@ -64,7 +64,7 @@ class FreeQueue:
         assert count <= self._len, f"free queue: {count} blocks asked, {self._len} free"
         if count == 1:
             return self._pop_one()
-        if self._tail - self._head == self._len:  # every entry is valid
+        if not count or self._tail - self._head == self._len:  # every entry is valid
             out = self._ring[self._head : self._head + count].copy()
             self._head += count
         else:
