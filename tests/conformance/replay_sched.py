@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 from tests.conformance.rows import Row, expect, group_of, sampled_token, watermark_share
 
+from pdkv.core.blocks.extra_keys import LoraAdapter
 from pdkv.core.config import VLLM, EngineConfig
 from pdkv.core.engine import Engine, Identity
-from pdkv.core.ports import Finished, NewRequest, Outputs, Preempted
+from pdkv.core.ports import Abort, Finished, Int32Array, NewRequest, Outputs, Preempted
+from pdkv.core.speculation import Speculation
 
 
 def replay_schedule(row: Row) -> None:
@@ -32,15 +34,36 @@ def replay_schedule(row: Row) -> None:
             watermark=watermark_share(config),
             enable_prefix_caching=config.get("enable_caching", config.get("enable_prefix_caching", True)),
             priority_scheduling=config.get("policy") == "priority",
+            speculation=speculation_of(config),
             transfer=VLLM,
         ),
         Identity(engine_id="replay", nonce=1, secret=b"replay"),
         np.zeros((64, 2), dtype=np.uint64),
     )
-    engine.validate = lambda new: None  # type: ignore[method-assign]  # the reference lets what never fits wait for ever
+    # The reference lets what does not fit the pool (any more) wait for ever; pdkv refuses it, or serves it after all.
+    engine.validate = lambda new: None  # type: ignore[method-assign]
+    engine.manager.outgrown = lambda request: False  # type: ignore[method-assign]
     for number, step in enumerate(row["steps"]):
         replay_step(engine, row, step, f"step {number}")
         engine.check()
+
+
+def speculation_of(config: Row) -> Speculation | None:
+    """The recorded drafter."""
+    if "speculation" not in config:
+        return None
+    groups = tuple(config["eagle_groups"]) if "eagle_groups" in config else None
+    return Speculation(**config["speculation"], drop_groups=groups)
+
+
+def outputs_of(names: tuple[str, ...], tokens: Int32Array, step: Row) -> Outputs:
+    """The recorded outcome of a step's drafts, and the drafts for the next one."""
+    if "drafts" not in step:
+        return Outputs(tokens=tokens)
+    more, drafts = (
+        tuple(np.asarray(step[what].get(name, ()), dtype=np.int32) for name in names) for what in ("more", "drafts")
+    )
+    return Outputs(tokens=tokens, more=more, drafts=drafts)
 
 
 def replay_step(engine: Engine, row: Row, step: Row, where: str) -> None:
@@ -48,12 +71,16 @@ def replay_step(engine: Engine, row: Row, step: Row, where: str) -> None:
     arrivals = [request for request in row["requests"] if request["id"] in step["arrived"]]
     plan = engine.schedule(
         step["step"],
-        [
+        [Abort(request_id) for request_id in step.get("aborted", ())]
+        + [
             NewRequest(
                 request_id=request["id"],
                 prompt=np.asarray(request["prompt"], dtype=np.int32),
                 max_tokens=request["max_tokens"],
                 priority=request.get("priority", 0),
+                arrival_ns=step["step"],
+                cache_salt=request.get("cache_salt"),
+                lora=LoraAdapter(*request["lora"]) if request.get("lora") else None,
             )
             for request in arrivals
         ],
@@ -87,9 +114,12 @@ def replay_step(engine: Engine, row: Row, step: Row, where: str) -> None:
     for index, request_id in enumerate(batch.request_ids):
         if batch.samples[index]:
             tokens[index] = sampled_token(request_id, engine.requests[request_id].num_outputs)
+    if "num_drafts" in step:
+        drafts = {key: int(batch.num_drafts[i]) for i, key in enumerate(batch.request_ids) if batch.num_drafts[i]}
+        expect(f"{where} drafts to check", drafts, step["num_drafts"])
     sampled = {key: int(tokens[i]) for i, key in enumerate(batch.request_ids) if batch.samples[i]}
     expect(f"{where} sampled", sampled, step["sampled"])
-    events = engine.complete(plan.step_id, Outputs(tokens=tokens), step["step"])
+    events = engine.complete(plan.step_id, outputs_of(batch.request_ids, tokens, step), step["step"])
     finished = [event.request_id for event in events if isinstance(event, Finished)]
     theirs = [entry["id"] if isinstance(entry, dict) else entry for entry in step["finished"]]
     expect(f"{where} finished", sorted(finished), sorted(theirs))

@@ -95,6 +95,7 @@ class Engine:
         self._outstanding: deque[tuple[int, list[Row]]] = deque()
         self._next_step = 0
         self._sequence = 0
+        self._last_arrival_ns = -1
 
     # ------------------------------------------------------------------------------------------------ the two calls
 
@@ -269,8 +270,11 @@ class Engine:
     def _add(self, new: NewRequest) -> None:
         self.validate(new)
         assert new.request_id not in self.requests, f"request id {new.request_id} is in use"
+        arrival_ns = new.arrival_ns
+        if arrival_ns is None:  # requests taken in together keep their order
+            arrival_ns = self._last_arrival_ns = max(self._journal.now_ns, self._last_arrival_ns + 1)
         request = Request(
-            new, arrival_ns=self._journal.now_ns, sequence=self._sequence, hash_tokens=self.config.sizes.hash_tokens
+            new, arrival_ns=arrival_ns, sequence=self._sequence, hash_tokens=self.config.sizes.hash_tokens
         )
         self._sequence += 1
         self.requests[new.request_id] = request

@@ -67,7 +67,8 @@ class RemoteSource(msgspec.Struct, frozen=True, kw_only=True):
 class NewRequest:
     """A prompt to serve. ``prompt`` is int32[n], n >= 1; ``stop_token_ids`` already contains EOS unless ignored.
 
-    ``cache_salt``, ``lora`` and ``items`` (by offset) make equal tokens differ in the prefix cache.
+    ``priority`` (smaller first) and ``arrival_ns`` (default: when the engine takes it in, in order) count with priority
+    scheduling only. ``cache_salt``, ``lora`` and ``items`` (by offset) make equal tokens differ in the prefix cache.
     ``skip_reading_prefix_cache`` computes every token anew (it may still be hit by others); ``report_hits`` announces
     the blocks it hits in the KV events once more. ``encoder_tokens`` are those that an encoder puts out for it (models
     with cross attention).
@@ -82,6 +83,7 @@ class NewRequest:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
+    arrival_ns: int | None = None
     cache_salt: str | None = None
     lora: LoraAdapter | None = None
     items: tuple[MultimodalItem, ...] = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pdkv.core.scheduler.queues import priority_key
 from pdkv.core.scheduler.request import Request
 
 
@@ -11,4 +10,8 @@ def choose_victim(running: list[Request], *, priority_scheduling: bool) -> Reque
 
     (spec scheduler section 3.1, step 3b)
     """
-    return max(running, key=priority_key) if priority_scheduling else running[-1]
+    return max(running, key=_urgency) if priority_scheduling else running[-1]
+
+
+def _urgency(request: Request) -> tuple[int, int]:
+    return request.new.priority, request.arrival_ns

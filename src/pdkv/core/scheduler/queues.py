@@ -69,16 +69,16 @@ class FcfsQueue:
         self._requests.remove(request)
 
 
-def priority_key(request: Request) -> tuple[int, int, int]:
-    """Smaller is served first and preempted last: priority, then arrival (spec scheduler section 9)."""
-    return request.new.priority, request.arrival_ns, request.sequence
+def priority_key(request: Request) -> tuple[int, int, str]:
+    """Smaller is served first: priority, then arrival, then id (spec scheduler section 9)."""
+    return request.new.priority, request.arrival_ns, request.request_id
 
 
 class PriorityQueue:
     """Smallest `priority_key` first; a request put back stands where its key says, so it may be overtaken."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, int], Request]] = []
+        self._heap: list[tuple[tuple[int, int, str], Request]] = []
 
     def __len__(self) -> int:
         return len(self._heap)
