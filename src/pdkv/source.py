@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,22 @@ from pdkv.models.catalog import catalog, find_model
 from pdkv.models.families import spec_from_config
 from pdkv.models.spec import ModelSpec
 
+_MODELOPT = "hf_quant_config.json"
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A model to size; ``params`` is its parameter count where the catalogue knows it."""
+    """A model to size; ``params`` is its parameter count where the catalogue knows it.
+
+    ``config`` is what the spec was read from; ``directory`` is where its weight files may be (``None``: only a config).
+    ``memo`` keeps what a plan derives from them, for the next one.
+    """
 
     spec: ModelSpec
     params: int | None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    directory: Path | None = None
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 def find_spec(ref: str, overrides: Mapping[str, Any] | None = None) -> PlannedModel:
@@ -31,7 +40,8 @@ def find_spec(ref: str, overrides: Mapping[str, Any] | None = None) -> PlannedMo
     """
     known = find_model(ref)
     if known is not None:
-        return PlannedModel(spec_from_config(_overridden(known.config, overrides), name=known.name), known.params)
+        config = _overridden(known.config, overrides)
+        return PlannedModel(spec_from_config(config, name=known.name), known.params, config)
     path = Path(ref).expanduser()
     config_path = path / "config.json" if path.is_dir() else path
     if not config_path.is_file():
@@ -40,17 +50,27 @@ def find_spec(ref: str, overrides: Mapping[str, Any] | None = None) -> PlannedMo
             f"{ref}: not a name in the catalogue ({', '.join(catalog())}), and {there}; give one of those names, a "
             "model directory, or the path of a config.json (the model's page on the hub has it)"
         )
+    config = _overridden(_read(config_path), overrides)
+    beside = config_path.parent / _MODELOPT
+    if not any(key in config for key in ("quantization_config", "compression_config")) and beside.is_file():
+        # Where ModelOpt writes it; vLLM reads it likewise (transformers_utils/config.py).
+        config["quantization_config"] = {"quant_method": "modelopt", **_read(beside)}
+    whole = config_path.name == "config.json"
+    name = config_path.resolve().parent.name if whole else config_path.stem
+    return PlannedModel(spec_from_config(config, name=name), None, config, config_path.parent if whole else None)
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         # Python's reader, as transformers': published configs have an Infinity here and there.
-        config = json.loads(config_path.read_bytes())
+        found = json.loads(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"cannot read {config_path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{config_path} is not valid JSON ({error}); give a model's config.json") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{config_path} holds no JSON object; give a model's config.json")
-    name = config_path.resolve().parent.name if config_path.name == "config.json" else config_path.stem
-    return PlannedModel(spec_from_config(_overridden(config, overrides), name=name), None)
+        raise ConfigError(f"{path} is not valid JSON ({error}); give a model's config.json") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no JSON object; give a model's config.json")
+    return found
 
 
 def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_an_answer() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["plan", "smollm2"], "Give --kv-cache-memory-bytes"),
+        (["plan", "smollm2"], "Give --gpu"),
         (["plan"], "which model? Give MODEL"),
         (["plan", "--command", "vllm serve --port 1"], "the text of --command names none"),
         (["plan", "--command", "vllm serve smollm2 -tp"], "--tensor-parallel-size needs a value"),

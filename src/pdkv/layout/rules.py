@@ -102,5 +102,25 @@ class VllmRules:
         """Whether estimated CUDA graphs are taken off the KV budget by default (spec memory-profile, section 11)."""
         return self._since("0.21")
 
+    @property
+    def samples_by_triton(self) -> bool:
+        """Whether top-k and top-p are found without sorting the logits: activations fell by 60 % (field logs)."""
+        return self._since("0.17")
+
+    @property
+    def has_flashinfer_all_reduce(self) -> bool:
+        """Whether tensor parallelism keeps FlashInfer's workspaces too (there in the logs of 0.19, not in 0.17's)."""
+        return self._since("0.18")
+
+    @property
+    def runs_on_v2_runner(self) -> bool:
+        """Whether model runner V2 serves dense models by default (pull request 44443, merged before 0.28)."""
+        return self._since("0.28")
+
+    @property
+    def budget_is_measured(self) -> bool:
+        """Whether memory budgets were compared with start-up logs of this release or one that works alike."""
+        return not self._since("0.21")
+
 
 DEFAULT_RULES = VllmRules()

@@ -12,6 +12,7 @@ from pdkv.layout.dtypes import MODEL_DTYPES
 from pdkv.layout.placement import KvLayout, find_layout
 from pdkv.layout.rules import VllmRules
 from pdkv.layout.specs import Limits
+from pdkv.models.gpus import find_gpu
 from pdkv.models.spec import LayerKind, ModelSpec
 from pdkv.plan.kv_transfer import KvTransfer
 from pdkv.units import GIB
@@ -129,8 +130,9 @@ class PlanOptions:
         return self.max_num_seqs or self._batch_defaults()[1]
 
     def _batch_defaults(self) -> tuple[int, int]:
-        memory = self.gpu_memory_bytes or _HOPPER_BYTES
-        small = self.gpu is not None and self.gpu.lower().startswith("a100")
+        gpu = None if self.gpu is None else find_gpu(self.gpu)
+        memory = self.gpu_memory_bytes or (_HOPPER_BYTES if gpu is None else gpu.total_bytes)
+        small = gpu is not None and gpu.name.startswith("A100")
         tokens, seqs = next(
             found for least, found in _BATCH_DEFAULTS if memory >= least and not (small and 0 < least < 160 * GIB)
         )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pdkv.errors import ConfigError
 from pdkv.layout.backends import default_backend
-from pdkv.layout.dtypes import MODEL_DTYPES
 from pdkv.layout.groups import RankLayout
 from pdkv.models.spec import LayerKind, ModelSpec
 from pdkv.plan.advice import advise
+from pdkv.plan.budget import estimate, memory_facts, weights_facts
+from pdkv.plan.calibrate import Calibration
 from pdkv.plan.facts import decoder_layers, deployment_facts, kv_facts, rank_facts
 from pdkv.plan.options import PlanOptions
-from pdkv.plan.report import MemoryFacts, ModelFacts, PlanReport
+from pdkv.plan.report import ModelFacts, PlanReport
 from pdkv.plan.sizing import Sized, size
 from pdkv.plan.speculative import draft_warnings
 from pdkv.source import PlannedModel
@@ -18,40 +18,38 @@ from pdkv.source import PlannedModel
 __all__ = ["PlanOptions", "make_plan"]
 
 
-def make_plan(model: PlannedModel, options: PlanOptions) -> PlanReport:
+def make_plan(model: PlannedModel, options: PlanOptions, calibration: Calibration | None = None) -> PlanReport:
     """Size ``model`` under ``options``.
 
     A model that does not fit is an answer (``capacity.fits`` false, with advice). Raises ConfigError for settings that
     cannot be, and when nothing says how much memory there is.
     """
-    sized = size_planned(model, options)
+    sized = size_planned(model, options, calibration)
     spec = model.spec
     return PlanReport(
         model=ModelFacts(
             name=spec.name,
             layers=decoder_layers(layer.name for layer in spec.layers),
-            params=model.params,
-            weights_bytes=None if model.params is None else model.params * MODEL_DTYPES[options.model_dtype(spec)],
+            **weights_facts(model, options),
         ),
         kv=kv_facts(sized),
-        memory=MemoryFacts(available_kv_bytes=sized.capacity.available_bytes, basis="given"),
+        memory=memory_facts(model, sized, calibration),
         capacity=sized.capacity,
         ranks=rank_facts(sized),
         deployment=deployment_facts(sized),
         rules=options.rules.version,
-        advice=advise(sized, lambda changed: size_planned(model, changed)),
+        advice=advise(sized, lambda changed: size_planned(model, changed, calibration)),
         warnings=warnings_of(spec, sized),
     )
 
 
-def size_planned(model: PlannedModel, options: PlanOptions) -> Sized:
+def size_planned(model: PlannedModel, options: PlanOptions, calibration: Calibration | None = None) -> Sized:
     """``model`` in the memory that ``options`` give or imply. Raises ConfigError when they do neither."""
-    if options.kv_cache_memory_bytes is None and options.num_gpu_blocks_override is None:
-        raise ConfigError(
-            "how much memory is there for KV? Give --kv-cache-memory-bytes (per GPU, for example 40GiB; vLLM prints "
-            "its own as 'Available KV cache memory') or --num-gpu-blocks-override"
-        )
-    return size(model.spec, options)
+    if options.kv_cache_memory_bytes is not None or options.num_gpu_blocks_override is not None:
+        return size(model.spec, options)
+    stages = estimate(model, options, calibration)
+    # A budget that is spent before KV is an answer too: a pool without a block.
+    return size(model.spec, options, [max(1, stage.available_kv_bytes) for stage in stages])
 
 
 def warnings_of(spec: ModelSpec, sized: Sized) -> tuple[str, ...]:

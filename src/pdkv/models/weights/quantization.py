@@ -70,7 +70,9 @@ def read_quantization(config: Config, text: Config, name: str, *, asked: str | N
         section = {**section, **inner}
     if not section:
         return _online(asked, name)
-    method = str(section.get("quant_method") or section.get("quant_algo") or "").lower()
+    method = str(section.get("quant_method") or "").lower()
+    if method in ("", "modelopt", "modelopt_mixed"):  # ModelOpt: what it did is in another field
+        method = str(section.get("quant_algo") or method).lower()
     ignored = [_leave(_ignored(section))]
     layers = section.get("quantized_layers")
     if isinstance(layers, Mapping) and layers and method == "fp8":

@@ -1,0 +1,262 @@
+"""How many bytes a GPU has for KV: requested memory less weights, activations and the rest (spec memory-profile, 1).
+
+Weights and activations are computed from shapes, the rest is measured (`measured`). An estimate says between which
+bounds the truth should lie; ``--kv-cache-memory-bytes`` needs none, and ``--calibrate`` takes the terms from a log.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from pdkv.errors import ConfigError
+from pdkv.layout.pages import stage_layers
+from pdkv.models.gpus import Gpu, find_gpu
+from pdkv.models.weights import Division
+from pdkv.plan.activations import (
+    SORTING,
+    TRITON,
+    V2_RUNNER,
+    SamplerRules,
+    Step,
+    forward_peak,
+    sampler_peak,
+    vision_peak,
+)
+from pdkv.plan.calibrate import Calibration, Corrections
+from pdkv.plan.capture_sizes import graph_count
+from pdkv.plan.checkpoint import PlannedWeights, plan_weights
+from pdkv.plan.measured import Measured, measured
+from pdkv.plan.options import PlanOptions
+from pdkv.plan.report import MemoryFacts
+from pdkv.plan.sizing import Sized
+from pdkv.plan.speculative import is_part_of_model
+from pdkv.plan.terms import Terms
+from pdkv.source import PlannedModel
+from pdkv.units import GIB, MIB, format_bytes
+
+_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_HOPPER_PROCESSORS = 132
+
+
+def estimate(
+    model: PlannedModel,
+    options: PlanOptions,
+    calibration: Calibration | None = None,
+    constants: Measured | None = None,
+) -> tuple[MemoryFacts, ...]:
+    """The memory of one rank of every pipeline stage. ``constants`` replace the measured ones (accuracy benchmark).
+
+    ``available_kv_bytes`` may be negative: the weights alone do not fit then. Raises ConfigError when nothing says
+    what the GPU is, UnsupportedModel when the weights are not known.
+    """
+    total, gpu = device_memory(options, calibration)
+    requested = math.ceil(total * options.gpu_memory_utilization)
+    weights = plan_weights(model, options, with_draft=is_part_of_model(options.speculative_method))
+    notes = _notes(options, gpu, weights, calibration)
+    corrections = Corrections() if calibration is None else _corrections(model, options, calibration, constants, total)
+    return tuple(
+        _facts(corrections.apply(terms), total, requested, options, notes)
+        for terms in stage_terms(model, options, weights, gpu, constants)
+    )
+
+
+def memory_facts(model: PlannedModel, sized: Sized, calibration: Calibration | None = None) -> MemoryFacts:
+    """The memory of the stage that decides the size of the pool; only what is known where the bytes are given."""
+    options = sized.options
+    if options.kv_cache_memory_bytes is None and options.num_gpu_blocks_override is None:
+        return estimate(model, options, calibration)[sized.capacity.bottleneck]
+    found = MemoryFacts(available_kv_bytes=sized.capacity.available_bytes, basis="given")
+    if options.gpu is None and options.gpu_memory_bytes is None:
+        return found
+    total, _ = device_memory(options)
+    try:
+        around = estimate(model, options, calibration)[sized.capacity.bottleneck]
+    except ConfigError:  # the weights are not known, and nobody asked for them
+        return replace(found, total_bytes=total)
+    over = found.available_kv_bytes - (around.available_kv_bytes + total - (around.requested_bytes or total))
+    notes: tuple[str, ...] = ()
+    if over > 0:
+        notes = (
+            f"the KV memory that was asked for is about {format_bytes(over)} more than the GPU has beside weights, "
+            "activations and the rest: expect it to run out of memory",
+        )
+    return replace(
+        around, available_kv_bytes=found.available_kv_bytes, basis="given", low_bytes=None, high_bytes=None, notes=notes
+    )
+
+
+def weights_facts(model: PlannedModel, options: PlanOptions) -> dict[str, int | None]:
+    """``params`` and ``weights_bytes`` of the whole model, ``None`` where they are not known."""
+    try:
+        weights = plan_weights(model, options)
+    except ConfigError:
+        return {"params": model.params, "weights_bytes": None}
+    params = weights.params if model.params is None else model.params
+    return {"params": params, "weights_bytes": weights.total_bytes(options.model_dtype(model.spec))}
+
+
+def device_memory(options: PlanOptions, calibration: Calibration | None = None) -> tuple[int, Gpu | None]:
+    """(bytes of the device as its driver reports them, the device where it is known). Raises ConfigError without."""
+    gpu = None if options.gpu is None else find_gpu(options.gpu)
+    if options.gpu_memory_bytes is not None:
+        return options.gpu_memory_bytes, gpu
+    if calibration is not None and calibration.total_bytes is not None and gpu is None:
+        return calibration.total_bytes, None
+    if gpu is None:
+        raise ConfigError(
+            "how much memory is there for KV? Give --gpu (for example h100, h200, a100-80gb, l40s; the budget is "
+            "estimated then), --gpu-memory-bytes, or --kv-cache-memory-bytes (per GPU, for example 40GiB; vLLM prints "
+            "its own as 'Available KV cache memory')"
+        )
+    return gpu.total_bytes, gpu
+
+
+def stage_terms(
+    model: PlannedModel,
+    options: PlanOptions,
+    weights: PlannedWeights,
+    gpu: Gpu | None,
+    constants: Measured | None = None,
+) -> tuple[Terms, ...]:
+    """The terms of every pipeline stage."""
+    kept = constants or measured(options.rules, fast_link=gpu is None or "NVLink" in gpu.link)
+    stages = stage_layers(model.spec.decoder_layers, options.pipeline_parallel_size)
+    return tuple(
+        _stage(model, options, weights, gpu, kept, layers, index == 0, index == len(stages) - 1)
+        for index, layers in enumerate(stages)
+    )
+
+
+def _stage(
+    model: PlannedModel,
+    options: PlanOptions,
+    weights: PlannedWeights,
+    gpu: Gpu | None,
+    kept: Measured,
+    layers: range,
+    first: bool,
+    last: bool,
+) -> Terms:
+    dtype = options.model_dtype(model.spec)
+    division = _division(options)
+    rank_bytes = weights.on_rank(division, dtype, layers=layers, first=first, last=last)
+    activation, off = _activation(model, options, weights, gpu, division, layers, last)
+    graphs = graph_count(options, model.spec) * kept.per_graph if options.rules.subtracts_graph_estimate else 0
+    if not options.estimate_cudagraphs:
+        graphs = 0
+    return Terms(
+        weights=rank_bytes,
+        activation=activation,
+        non_torch=kept.non_torch(options.tensor_parallel_size, options.pipeline_parallel_size),
+        graphs=graphs,
+        weights_off=weights.off(rank_bytes),
+        activation_off=off,
+        non_torch_off=(GIB // 4 if options.rules.budget_is_measured else GIB // 2)
+        * (2 if options.tensor_parallel_size > 1 else 1),
+        graphs_off=graphs * 3 // 4,
+    )
+
+
+def _division(options: PlanOptions) -> Division:
+    ranks = options.tensor_parallel_size
+    experts = ranks * options.data_parallel_size if options.enable_expert_parallel else 1
+    return Division(tensor_parallel=ranks, expert_parallel=experts)
+
+
+def _activation(
+    model: PlannedModel,
+    options: PlanOptions,
+    weights: PlannedWeights,
+    gpu: Gpu | None,
+    division: Division,
+    layers: range,
+    last: bool,
+) -> tuple[int, int]:
+    """(bytes, what they may be off by) of the activations' peak."""
+    text = weights.text
+    step = Step(
+        tokens=options.batched_tokens,
+        rows=options.seqs,
+        max_model_len=options.length(model.spec),
+        element_bytes=_ELEMENT_BYTES[options.model_dtype(model.spec)],
+    )
+    processors = _HOPPER_PROCESSORS if gpu is None else gpu.processors
+    parts = tuple(part for part in weights.parts if part.layer is None or part.layer in layers)
+    forward = forward_peak(text, parts, division, step)
+    vision = vision_peak({} if options.language_model_only else weights.config, text, step)
+
+    def peak(rules: SamplerRules) -> int:
+        sampler = sampler_peak(text, step, rules, processors) if last else 0
+        return max(vision.kept_bytes + max(forward, sampler), vision.peak_bytes)
+
+    chosen = _sampler(options)
+    found = peak(chosen)
+    off = found // 12 + 64 * MIB + (vision.peak_bytes // 4 + GIB // 4 if vision.peak_bytes else 0)
+    if options.pipeline_parallel_size > 1:
+        found += 2 * step.tokens * int(text.get("hidden_size") or 0) * step.element_bytes  # received, or to be sent
+    if chosen is V2_RUNNER:
+        off += max(0, peak(TRITON) - found)
+    return found, off
+
+
+def _sampler(options: PlanOptions) -> SamplerRules:
+    rules = options.rules
+    if not rules.samples_by_triton:
+        return SORTING
+    return V2_RUNNER if rules.runs_on_v2_runner and not options.v1_runner else TRITON
+
+
+# ------------------------------------------------------------------------------------------------------------ the facts
+
+
+def _corrections(
+    model: PlannedModel, options: PlanOptions, calibration: Calibration, constants: Measured | None, total: int
+) -> Corrections:
+    """What the log says about the terms of its own settings, next to what would have been estimated for them."""
+    own = calibration.own_options(options)
+    gpu = None if options.gpu is None else find_gpu(options.gpu)
+    weights = plan_weights(model, own, with_draft=is_part_of_model(own.speculative_method))
+    return calibration.corrections(stage_terms(model, own, weights, gpu, constants), own, total)
+
+
+def _facts(terms: Terms, total: int, requested: int, options: PlanOptions, notes: tuple[str, ...]) -> MemoryFacts:
+    reserve = options.mm_ipc_gpu_memory_bytes or 0
+    available = requested - terms.total - reserve
+    return MemoryFacts(
+        available_kv_bytes=available,
+        basis="estimated",
+        low_bytes=available - terms.off,
+        high_bytes=min(available + terms.off, requested),
+        total_bytes=total,
+        requested_bytes=requested,
+        weights_bytes=terms.weights,
+        activation_bytes=terms.activation,
+        non_torch_bytes=terms.non_torch,
+        cudagraph_bytes=terms.graphs,
+        reserve_bytes=reserve or None,
+        dominated_by=terms.largest,
+        notes=notes,
+    )
+
+
+def _notes(
+    options: PlanOptions, gpu: Gpu | None, weights: PlannedWeights, calibration: Calibration | None
+) -> tuple[str, ...]:
+    found = list(weights.notes)
+    if not options.rules.budget_is_measured and calibration is None:
+        found.append(
+            f"no measurement of vLLM {options.rules.version} was compared with: activations and memory outside PyTorch "
+            "are unvalidated since 0.21 (rules read from the source, constants of 0.19)"
+        )
+    if gpu is not None and not gpu.measured and options.gpu_memory_bytes is None:
+        found.append(
+            f"the memory of {gpu.name} was read off {gpu.memory_from} figures; --gpu-memory-bytes makes it exact"
+        )
+    if gpu is not None and gpu.vendor != "nvidia":
+        found.append(f"all measurements are of NVIDIA GPUs; what {gpu.name} keeps outside PyTorch is not known")
+    if options.enable_expert_parallel and options.data_parallel_size > 1:
+        found.append("buffers of the all-to-all kernels between experts' ranks are not counted")
+    if calibration is not None:
+        found.extend(calibration.notes)
+    return tuple(found)
