@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import queue
-import secrets
+import os
 import subprocess
 import sys
 import time
@@ -13,105 +12,42 @@ from typing import Any
 import msgspec
 import numpy as np
 from nixl_target import NixlEnd
+from transfer_half import Half, empty_plan
 from workload import answer_commands
 
-from pdkv.core.engine import Identity
-from pdkv.core.ports import Batch, Keepalive, Peer, Plan, PostRead, ReadEnded, RemoteSource
-from pdkv.core.transfer.lease import lease_token
-from pdkv.runtime.control import Control, PeerIdentity, TransferMemory
-from pdkv.runtime.shared_memory import SharedMemory
+from pdkv.core.ports import Keepalive, ReadEnded, RemoteSource
 
 _BLOCK_BYTES = 737_280  # 16 tokens of SmolLM2-135M in fp32: all layers, K and V
 _NUM_BLOCKS = 256
-_NUM_SLOTS = 64
-_LEASE_NS = 30 * 10**9
 _TIMEOUT_S = 60.0
 _SUBMIT_INTERVAL_S = 0.001
-_EMPTY = np.zeros(0, np.int32)
 
 
-class Half:
-    """One instance's transfer half: pool, slots, control thread and mover, without an engine."""
-
-    def __init__(self, name: str, transport: str) -> None:
-        self.pool = SharedMemory(_NUM_BLOCKS * _BLOCK_BYTES)
-        self.blocks = self.pool.array(np.uint8, (_NUM_BLOCKS, _BLOCK_BYTES))
-        self.blocks[:] = 1  # pages are committed before anything is timed
-        self.slots = SharedMemory(_NUM_SLOTS * 16)
-        self.slot_words = self.slots.array(np.uint64, (_NUM_SLOTS, 2))
-        self.identity = Identity(engine_id=name, nonce=secrets.randbits(63), secret=secrets.token_bytes(32))
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.control = Control(
-            PeerIdentity(self.identity, {"model": "none"}),
-            TransferMemory(self.pool, _BLOCK_BYTES, _NUM_BLOCKS, self.slots, _NUM_SLOTS),
-            transport=transport,
-            lease_ns=_LEASE_NS,
-            deliver=self.inbox.put,
-            last_step_ns=time.monotonic_ns,
-        )
-        self.control.start()
-
-    def grant(self, blocks: tuple[int, ...]) -> RemoteSource:
-        """What a producer's engine does: name the lease in its slot, make the token."""
-        slot, lease_id, tokens = 1, 7, 16 * len(blocks)
-        self.slot_words[slot] = (self.identity.nonce, lease_id)
-        token = lease_token(
-            self.identity.secret,
-            lease_id=lease_id,
-            slot=slot,
-            block_ids=blocks,
-            num_tokens=tokens,
-            prompt_digest=b"",
-        )
-        return RemoteSource(
-            peer=Peer(self.identity.engine_id, "127.0.0.1", self.control.port),
-            request_id="r",
-            block_ids=blocks,
-            num_tokens=tokens,
-            slot=slot,
-            nonce=self.identity.nonce,
-            lease_id=lease_id,
-            token=token,
-        )
-
-    def ended(self) -> ReadEnded:
-        """The next READ that ended; raises when it failed."""
-        until = time.monotonic() + _TIMEOUT_S
-        while True:
-            item = self.inbox.get(timeout=max(until - time.monotonic(), 0.01))
-            if isinstance(item, ReadEnded):
-                if item.error is not None:
-                    raise RuntimeError(f"the READ failed: {item.error}")
-                return item
-
-
-def _plan(**fields: Any) -> Plan:
-    return Plan(
-        step_id=0,
-        batch=Batch((), _EMPTY, _EMPTY, _EMPTY, np.zeros(0, bool), np.zeros((0, 0), np.int32), np.zeros(0, bool)),
-        **fields,
-    )
+def _half(name: str, transport: str) -> Half:
+    half = Half(name, transport=transport, num_blocks=_NUM_BLOCKS, bytes_per_block=_BLOCK_BYTES)
+    half.blocks[:] = 1  # pages are committed before anything is timed
+    return half.start()
 
 
 class Transfers:
     """Moves the same scattered blocks in three ways. All figures are bytes per wall second of the caller."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self.consumer = Half("d", config["transport"])
+        self.consumer = _half("d", config["transport"])
         self.count = -(-config["bytes"] // _BLOCK_BYTES)
         rng = np.random.default_rng(0)
         self.remote = tuple(int(b) for b in rng.permutation(np.arange(1, _NUM_BLOCKS))[: self.count])
-        self.local = rng.permutation(np.arange(1, _NUM_BLOCKS))[: self.count].astype(np.int32)
-        self.source = self._start_producer(config["transport"])
-        self.handle = 0
+        self.local = tuple(int(b) for b in rng.permutation(np.arange(1, _NUM_BLOCKS))[: self.count])
+        self.source, self.producers_pool = self._start_producer(config["transport"])
         self.scratch = np.ones(self.count * _BLOCK_BYTES, dtype=np.uint8)
         self.target = np.ones_like(self.scratch)
         self.nixl: NixlEnd | None = None
         if self.consumer.control.transport == "nixl":
             self._start_nixl()
 
-    def _start_producer(self, transport: str) -> RemoteSource:
-        """P is a process of its own, as it is in `serve`: its control thread must not share our interpreter."""
+    def _start_producer(self, transport: str) -> tuple[RemoteSource, str]:
+        """(what to read, the file of the pool it is in). P is a process of its own, as it is in `serve`: its control
+        thread must not share our interpreter."""
         self.producer = subprocess.Popen(
             [sys.executable, "engine_transfer.py", "--producer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -119,17 +55,17 @@ class Transfers:
         assert self.producer.stdout is not None
         self.producer.stdin.write(msgspec.json.encode((transport, self.remote)) + b"\n")
         self.producer.stdin.flush()
-        return msgspec.json.decode(self.producer.stdout.readline(), type=RemoteSource)
+        return msgspec.json.decode(self.producer.stdout.readline(), type=tuple[RemoteSource, str])
 
     def _start_nixl(self) -> None:
         self.other = subprocess.Popen(
-            [sys.executable, "nixl_target.py", str(_NUM_BLOCKS * _BLOCK_BYTES)],
+            [sys.executable, "nixl_target.py", self.producers_pool, str(_NUM_BLOCKS * _BLOCK_BYTES)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         assert self.other.stdout is not None
         address, metadata = self.other.stdout.readline().split()
-        self.nixl = NixlEnd("bench-reader", _NUM_BLOCKS * _BLOCK_BYTES)
+        self.nixl = NixlEnd("bench-reader", self.consumer.pool)
         self.nixl.connect(bytes.fromhex(metadata.decode()), int(address))
 
     def facts(self) -> dict[str, Any]:
@@ -142,10 +78,11 @@ class Transfers:
         }
 
     def pdkv(self) -> float:
-        """From `Control.submit` to the delivered `ReadEnded`: claim, slices, lease slot and reports included."""
+        """From `Control.submit` to the delivered `ReadEnded`: slices, lease slot and reports included."""
+        plan = self.consumer.plan_read(self.source, self.local)
         began = time.perf_counter()
-        self._post()
-        self.consumer.ended()
+        self.consumer.control.submit(plan)
+        self._wait()
         return self.count * _BLOCK_BYTES / (time.perf_counter() - began)
 
     def bare_nixl(self) -> float | None:
@@ -153,7 +90,7 @@ class Transfers:
         if self.nixl is None:
             return None
         began = time.perf_counter()
-        self.nixl.read(self.remote, self.local.tolist(), _BLOCK_BYTES)
+        self.nixl.read(self.remote, self.local, _BLOCK_BYTES)
         return self.count * _BLOCK_BYTES / (time.perf_counter() - began)
 
     def memcpy(self) -> float:
@@ -164,25 +101,26 @@ class Transfers:
 
     def submits(self, reads: int) -> list[float]:
         """Milliseconds of every `Control.submit` made, each millisecond, while READs are in flight."""
-        keepalive = (Keepalive(self.source.peer, (self.source.token,)),)
+        keepalive = (Keepalive(self.source.peer, (self.source.grant.token,)),)
         times_ms: list[float] = []
         for _ in range(reads):
+            plan = self.consumer.plan_read(self.source, self.local)
             began = time.perf_counter()
-            self._post()
+            self.consumer.control.submit(plan)
             times_ms.append((time.perf_counter() - began) * 1e3)
             while self.consumer.inbox.empty():
-                plan = _plan(keepalives=keepalive)
+                plan = empty_plan(keepalives=keepalive)
                 began = time.perf_counter()
                 self.consumer.control.submit(plan)
                 times_ms.append((time.perf_counter() - began) * 1e3)
                 time.sleep(_SUBMIT_INTERVAL_S)
-            self.consumer.ended()
+            self._wait()
         return times_ms
 
-    def _post(self) -> None:
-        self.handle += 1
-        read = PostRead(self.handle, self.source, np.asarray(self.remote, np.int32), self.local)
-        self.consumer.control.submit(_plan(reads=(read,)))
+    def _wait(self) -> None:
+        ended = self.consumer.wait(ReadEnded, _TIMEOUT_S)
+        if ended.error is not None:
+            raise RuntimeError(f"the READ failed: {ended.error}")
 
     def close(self) -> None:
         """Stop movers and the bare NIXL target."""
@@ -190,7 +128,7 @@ class Transfers:
             assert self.other.stdin is not None
             self.other.stdin.close()
             self.other.wait(10)
-        self.consumer.control.close()
+        self.consumer.close()
         assert self.producer.stdin is not None
         self.producer.stdin.close()
         self.producer.wait(20)
@@ -204,11 +142,12 @@ def _start(config: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 def _produce() -> None:
     """The producer's process: grants once, then only its control thread and mover work."""
     transport, blocks = msgspec.json.decode(sys.stdin.readline(), type=tuple[str, tuple[int, ...]])
-    half = Half("p", transport)
-    sys.stdout.buffer.write(msgspec.json.encode(half.grant(blocks)) + b"\n")
+    half = _half("p", transport)
+    pool_file = f"/proc/{os.getpid()}/fd/{half.pool.fd}"
+    sys.stdout.buffer.write(msgspec.json.encode((half.grant(blocks), pool_file)) + b"\n")
     sys.stdout.flush()
     sys.stdin.read()
-    half.control.close()
+    half.close()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pdkv.core.ports import (
     Admitted,
     Finished,
     FinishReason,
+    Grant,
     InboxItem,
     LoadStarted,
     NewRequest,
@@ -112,16 +113,16 @@ class RemoteReplay:
 
     def _arrival(self, request: Row) -> NewRequest:
         external, size = request["external_tokens"], self.row["config"]["block_size"]
-        source = RemoteSource(
-            peer=Peer("P", "127.0.0.1", 5600),
-            request_id=request["id"],
+        grant = Grant(
             block_ids=tuple(range(cdiv(external, size))),
             num_tokens=external,
             slot=0,
             nonce=_NONCE,
             lease_id=1,
             token=request["id"].encode().ljust(16),
+            proof=b"",
         )
+        source = RemoteSource(peer=Peer("P", "127.0.0.1", 5600), request_id=request["id"], grant=grant)
         return NewRequest(
             request_id=request["id"],
             prompt=np.asarray(request["prompt"], dtype=np.int32),

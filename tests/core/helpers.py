@@ -14,6 +14,7 @@ from pdkv.core.ports import (
     Batch,
     Event,
     Finished,
+    Grant,
     InboxItem,
     Int32Array,
     NewRequest,
@@ -60,22 +61,24 @@ def new_request(request_id: str, prompt: Int32Array | int, max_tokens: int = 4, 
 def source_for(tokens: int, block_size: int, *, lease_id: int = 1, first_block: int = 1) -> RemoteSource:
     """A grant of a producer that exists only on paper."""
     blocks = -(-tokens // block_size)
-    return RemoteSource(
-        peer=PEER,
-        request_id=f"p{lease_id}",
+    grant = Grant(
         block_ids=tuple(range(first_block, first_block + blocks)),
         num_tokens=tokens,
         slot=0,
         nonce=99,
         lease_id=lease_id,
         token=lease_id.to_bytes(16, "little"),
+        proof=b"",
     )
+    return RemoteSource(peer=PEER, request_id=f"p{lease_id}", grant=grant)
 
 
 def arrived(plan: Plan, index: int = 0) -> ReadEnded:
     """The plan's READ has ended well."""
     read = plan.reads[index]
-    return ReadEnded(handle=read.handle, slot=(read.source.nonce, read.source.lease_id), moved_bytes=1, seconds=0.1)
+    return ReadEnded(
+        handle=read.handle, slot=(read.source.grant.nonce, read.source.grant.lease_id), moved_bytes=1, seconds=0.1
+    )
 
 
 def failed(handle: int, error: str = "the network broke") -> ReadEnded:

@@ -206,4 +206,4 @@ def test_reserved_blocks_hold_back_a_load_but_not_a_prefill() -> None:
     plan, _ = step(engine, inbox=[loading("y", 192, 2)])  # 12 > 30 - 5 held by x - 15 that x still needs
     assert plan.reads == ()
     plan, _ = step(engine, inbox=[Abort("y"), loading("z", 160, 3)])  # 10 = 30 - 6 - 14
-    assert [read.source.lease_id for read in plan.reads] == [3]
+    assert [read.source.grant.lease_id for read in plan.reads] == [3]

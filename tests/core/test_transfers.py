@@ -61,7 +61,7 @@ def run_out(engine: Engine, now_ns: int = 0) -> None:
 def test_a_load_from_arrival_to_the_end() -> None:
     engine = make_engine()
     plan, events = step(engine, 0, [loading()])
-    assert [(k.peer, k.tokens) for k in plan.keepalives] == [(PEER, (source_for(20, 4).token,))]
+    assert [(k.peer, k.tokens) for k in plan.keepalives] == [(PEER, (source_for(20, 4).grant.token,))]
     assert plan.reads[0].remote_blocks.tolist() == [1, 2, 3, 4, 5]
     assert plan.reads[0].local_blocks.tolist() == engine.manager.blocks_of("r").tolist()
     assert plan.next_deadline_ns == 60 * NS
@@ -160,7 +160,7 @@ def test_a_second_request_waits_for_the_first_load_and_then_hits() -> None:
     engine = make_engine()
     plan, _ = step(engine, 0, [loading("a", lease_id=1)])
     second, _ = step(engine, 0, [loading("b", lease_id=2), loading("other", start=500, lease_id=3)])
-    assert [read.source.lease_id for read in second.reads] == [3]  # others are not held up
+    assert [read.source.grant.lease_id for read in second.reads] == [3]  # others are not held up
     assert engine.requests["b"].wait_cause == "the same prefix is being loaded for a"
     assert engine.manager.num_blocks_of("b") == 0
     plan, events = step(engine, 0, [arrived(plan)])
@@ -174,13 +174,13 @@ def test_the_second_loads_itself_when_the_first_fails() -> None:
     plan, _ = step(engine, 0, [loading("a", lease_id=1)])
     step(engine, 0, [loading("b", lease_id=2)])
     plan, _ = step(engine, 0, [failed(plan.reads[0].handle)])
-    assert [read.source.lease_id for read in plan.reads] == [2]
+    assert [read.source.grant.lease_id for read in plan.reads] == [2]
 
 
 def test_vllm_loads_both_copies() -> None:
     engine = make_engine(transfer=VLLM)
     plan, _ = step(engine, 0, [loading("a", lease_id=1), loading("b", lease_id=2)])
-    assert [read.source.lease_id for read in plan.reads] == [1, 2]
+    assert [read.source.grant.lease_id for read in plan.reads] == [1, 2]
 
 
 def test_another_salt_is_another_prefix() -> None:
@@ -242,11 +242,11 @@ def test_a_given_up_read_frees_its_blocks_when_it_ends() -> None:
 def test_a_killed_mover_s_other_reads_are_posted_again() -> None:
     engine = make_engine()
     plan, _ = step(engine, 0, [loading("a", lease_id=1), loading("b", lease_id=2, start=500)])
-    old = {read.source.lease_id: read for read in plan.reads}
+    old = {read.source.grant.lease_id: read for read in plan.reads}
     step(engine, 0, [Abort("a")])
     plan, events = step(engine, 0, [MoverRestarted((old[1].handle, old[2].handle))])
     assert [event.handle for event in events if isinstance(event, Fenced)] == [old[1].handle]
-    assert [read.source.lease_id for read in plan.reads] == [2]
+    assert [read.source.grant.lease_id for read in plan.reads] == [2]
     assert plan.reads[0].handle > old[2].handle
     assert plan.reads[0].local_blocks.tolist() == old[2].local_blocks.tolist()
     _, events = step(engine, 0, [arrived_late(old[2].handle)])  # of the dead: no news
@@ -260,7 +260,7 @@ def test_reads_still_queued_survive_a_restart() -> None:
     plan, _ = step(engine, 0, [loading("a", lease_id=1), loading("b", lease_id=2, start=500)])
     first, second = plan.reads
     again, _ = step(engine, 0, [MoverRestarted((first.handle,))])
-    assert [read.source.lease_id for read in again.reads] == [1]
+    assert [read.source.grant.lease_id for read in again.reads] == [1]
     plan, _ = step(engine, 0, [ReadEnded(handle=second.handle, slot=(99, 2))])
     assert plan.batch.request_ids == ("b",)
 
@@ -298,7 +298,7 @@ def two_loaded(**config: Any) -> Engine:
     """ "a" runs in the only slot; "b" and "c" have their KV and wait for a place."""
     engine = make_engine(max_num_seqs=1, **config)
     plan, _ = step(engine, 0, [loading(name, lease_id=i, start=500 * i, max_tokens=90) for i, name in enumerate("abc")])
-    step(engine, 5 * NS, [ReadEnded(handle=read.handle, slot=(99, read.source.lease_id)) for read in plan.reads])
+    step(engine, 5 * NS, [ReadEnded(handle=read.handle, slot=(99, read.source.grant.lease_id)) for read in plan.reads])
     assert engine.memory().accounts["loaded_waiting"] == 10
     return engine
 

@@ -89,20 +89,10 @@ def prefill(producer: Instance, request_id: str, prompt: Iterable[int]) -> Remot
 
 def source_of(producer: Instance, finished: Finished) -> RemoteSource:
     """What the router carries from P's answer to D."""
-    lease = finished.lease
-    assert lease is not None
+    assert finished.lease is not None
     info = producer.info
-    return RemoteSource(
-        peer=Peer(info.engine_id, info.side_channel_host, info.side_channel_port),
-        request_id=finished.request_id,
-        block_ids=lease.block_ids,
-        num_tokens=lease.num_tokens,
-        slot=lease.slot,
-        nonce=lease.nonce,
-        lease_id=lease.lease_id,
-        token=lease.token,
-        cached_tokens=lease.cached_tokens,
-    )
+    peer = Peer(info.engine_id, info.side_channel_host, info.side_channel_port)
+    return RemoteSource(peer=peer, request_id=finished.request_id, grant=finished.lease)
 
 
 def decode(

@@ -162,8 +162,8 @@ def test_p_s_mover_is_killed_during_the_read(pair) -> None:
     time.sleep(1.0)
     os.kill(mover, signal.SIGKILL)
     flight.wait()
-    assert flight.of(LoadFailed)
-    assert not flight.of(LoadFinished)
+    # It is tried once more, from P's new mover, if that is there in time; else D computes the prompt.
+    assert len(flight.of(LoadFailed)) + len(flight.of(LoadFinished)) == 1
     assert flight.finished.reason is FinishReason.LENGTH
     assert decode(consumer, "truth", LONG, None, 4, cache_salt="x").wait().tokens == flight.tokens
     until(lambda: all_idle(producer, consumer))
@@ -185,10 +185,11 @@ def test_a_lease_that_ended_before_the_read_is_never_used(pair) -> None:
 def test_forged_block_ids_are_refused(pair) -> None:
     producer, consumer = pair
     source = prefill(producer, "p", LONG[:100])
-    forged = msgspec.structs.replace(source, block_ids=tuple(block + 1 for block in source.block_ids))
+    moved = tuple(block + 1 for block in source.grant.block_ids)
+    forged = msgspec.structs.replace(source, grant=msgspec.structs.replace(source.grant, block_ids=moved))
     flight = decode(consumer, "d", LONG[:100], forged, 4).wait()
     (failed,) = flight.of(LoadFailed)
-    assert "token" in failed.cause  # type: ignore[attr-defined]
+    assert "did not give this grant" in failed.cause  # type: ignore[attr-defined]
     mixed_up = decode(consumer, "mixed up", LONG[100:200], prefill(producer, "q", LONG[:100]), 4).wait()
     assert "this prompt" in mixed_up.of(LoadFailed)[0].cause  # type: ignore[attr-defined]
     honest = prefill(producer, "honest", LONG[:100])

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from benchmarks.transfer_half import empty_plan
 from tests.e2e.harness import Flight, array, decode, idle_blocks, instance, prefill
 from tests.e2e.processes import HAS_NIXL
 from tests.runtime.tiny import save_tiny
-from tests.runtime.transfer_bench import empty_plan
 
 from pdkv.core.ports import FinishReason, LoadFailed, LoadFinished, NewRequest, RemoteSource
 from pdkv.errors import ConfigError, FenceLost, PdkvError

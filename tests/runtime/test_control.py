@@ -13,13 +13,14 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from tests.runtime.transfer_bench import FACTS, Half
+from benchmarks.transfer_half import FACTS, Half
 
-from pdkv.core.ports import Done, FromPeer, Heartbeat, Keepalive, Peer, ReadEnded, SendMessage
+from pdkv.core.ports import Done, FromPeer, Heartbeat, Keepalive, Peer, ReadEnded, RemoteSource, SendMessage
+from pdkv.core.transfer.proof import proof_key
 from pdkv.errors import ConfigError
-from pdkv.runtime import reader as reader_module
+from pdkv.runtime import peers as peers_module
 from pdkv.runtime.control import available_transport
-from pdkv.runtime.wire import HelloReply, NixlOffer, PeerMemory, Refused, decode_question, encode
+from pdkv.runtime.wire import WIRE_VERSION, Hello, HelloReply, NixlOffer, PeerMemory, Refused, decode_question, encode
 
 HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl"))
 needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="no NIXL wheel is installed")
@@ -50,7 +51,7 @@ def test_a_read_moves_exactly_the_right_blocks(pair: tuple[Half, Half]) -> None:
     source = producer.grant((5, 6, 7, 20, 0))
     ended = consumer.read(source, (1, 2, 3, 9, 63))
     assert ended.error is None
-    assert ended.slot == (source.nonce, source.lease_id)
+    assert ended.slot == (source.grant.nonce, source.grant.lease_id)
     assert ended.moved_bytes == 5 * 4096
     assert ended.seconds > 0
     for remote, local in zip((5, 6, 7, 20, 0), (1, 2, 3, 9, 63), strict=True):
@@ -82,27 +83,66 @@ def test_many_reads_at_once_each_end_once(pair: tuple[Half, Half]) -> None:
     assert not handles
 
 
-def test_a_forged_claim_is_refused_and_moves_nothing(pair: tuple[Half, Half]) -> None:
+def forge(source: RemoteSource, **changes: object) -> RemoteSource:
+    """The grant with other facts under the old proof."""
+    return msgspec.structs.replace(source, grant=msgspec.structs.replace(source.grant, **changes))
+
+
+def test_a_forged_grant_is_refused_and_moves_nothing(pair: tuple[Half, Half]) -> None:
     producer, consumer = pair
     source = producer.grant((1, 2))
+    crossed = producer.grant((3, 4), lease_id=8, slot=4)
     before = consumer.blocks.copy()
-    for forged in (
-        msgspec.structs.replace(source, block_ids=(1, 3)),
-        msgspec.structs.replace(source, token=secrets.token_bytes(16)),
-    ):
+    refusals = consumer.control.stats().refusals
+    forgeries = (
+        forge(source, block_ids=(1, 3)),
+        forge(source, proof=secrets.token_bytes(16)),
+        forge(source, proof=b""),
+        forge(source, proof=crossed.grant.proof),
+        forge(source, slot=4, lease_id=8),
+        forge(source, token=crossed.grant.token),
+        forge(source, num_tokens=31),
+        msgspec.structs.replace(source, prompt_digest=b"another prompt's"),
+    )
+    for forged in forgeries:
         ended = consumer.read(forged, (4, 5), remote=(1, 3))
         assert ended.slot is None
-        assert "token" in ended.error
+        assert "did not give this grant" in ended.error
     assert np.array_equal(consumer.blocks, before)
+    assert consumer.control.stats().refusals == refusals + len(forgeries)
 
 
-def test_a_released_lease_is_refused(pair: tuple[Half, Half]) -> None:
+def test_a_grant_of_another_life_is_refused_after_asking_once(pair: tuple[Half, Half]) -> None:
+    """Of this engine by name, but with a nonce that its key is not for: the peer is asked anew, then it is final."""
+    producer, consumer = pair
+    source = producer.grant((1, 2))
+    assert consumer.read(source, (4, 5)).error is None
+    (link,) = (link for link in consumer.control._peers.links() if link.peer == producer.peer)
+    asked = link.hello_seq
+    before = consumer.blocks.copy()
+    ended = consumer.read(forge(source, nonce=source.grant.nonce ^ 1), (7, 8))
+    assert "another life" in ended.error
+    assert np.array_equal(consumer.blocks, before)
+    assert link.hello_seq == asked + 1
+    assert consumer.read(source, (4, 5)).error is None
+    assert link.hello_seq == asked + 1
+
+
+def test_a_released_lease_shows_in_the_slot(pair: tuple[Half, Half]) -> None:
+    """Its proof still holds: the slot, read after the data, is what tells (the core discards what was read)."""
     producer, consumer = pair
     source = producer.grant((1, 2), lease_id=55, slot=9)
-    producer.slot_words[9] = 0
+    producer.slot_words[9, 1] = 0
     ended = consumer.read(source, (4, 5))
-    assert ended.slot is None
-    assert "ended" in ended.error
+    assert ended.slot == (producer.identity.nonce, 0)
+
+
+def test_a_read_tells_the_producer_that_it_begins(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    source = producer.grant((1, 2), lease_id=77, slot=11)
+    assert consumer.read(source, (4, 5)).error is None
+    while producer.wait(FromPeer).message != Heartbeat((source.grant.token,)):
+        pass
 
 
 @pytest.mark.parametrize(("local", "remote"), [((64,), (1,)), ((-1,), (1,)), ((1,), (64,)), ((1,), (-1,))])
@@ -139,8 +179,8 @@ def test_done_reaches_the_producer(pair: tuple[Half, Half]) -> None:
     producer, consumer = pair
     done = Done(b"d" * 16, "consumer")
     consumer.submit(messages=(SendMessage(producer.peer, done),))
-    item = producer.wait(FromPeer)
-    assert item.message == done
+    while (item := producer.wait(FromPeer)).message != done:
+        pass
     assert abs(time.monotonic_ns() - item.received_ns) < 30 * 10**9
 
 
@@ -154,7 +194,7 @@ def test_another_engine_at_the_address_is_named(pair: tuple[Half, Half]) -> None
 
 
 def test_an_address_that_is_none_fails_the_read(pair: tuple[Half, Half], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "_ANSWER_TIMEOUT_NS", 300_000_000)
+    monkeypatch.setattr(peers_module, "_ANSWER_TIMEOUT_NS", 300_000_000)
     producer, consumer = pair
     no_address = "is no address to connect to"
     for bad, cause in (
@@ -179,7 +219,7 @@ def test_hostile_frames_kill_nothing(pair: tuple[Half, Half]) -> None:
         for size in (0, 1, 7, 300, 70_000):
             attacker.send(rng.bytes(size))
         attacker.send_multipart([b"", b"a", b"b"])
-        attacker.send(msgspec.msgpack.encode({"type": "claim", "seq": -1, "source": {"peer": [1, 2, 3]}}))
+        attacker.send(msgspec.msgpack.encode({"type": "hello", "seq": -1, "facts": {"peer": [1, 2, 3]}}))
         attacker.send(msgspec.msgpack.encode({"type": "heartbeat", "tokens": [b"x"] * 10}))
         attacker.send(b"\x91" * 50_000)
         attacker.send(b"x" * (5 << 20))  # above the limit: the connection is closed, nothing else
@@ -200,13 +240,14 @@ def test_what_happened_is_counted(pair: tuple[Half, Half]) -> None:
     producer, consumer = pair
     before = consumer.control.stats()
     consumer.read(producer.grant((1, 2)), (1, 2))
-    consumer.read(msgspec.structs.replace(producer.grant((1, 2)), token=b"f" * 16), (1, 2))
+    consumer.read(forge(producer.grant((1, 2)), proof=b"f" * 16), (1, 2))
     after = consumer.control.stats()
     assert after.transfers == before.transfers + 1
     assert after.moved_bytes == before.moved_bytes + 2 * 4096
     assert sum(after.seconds_counts) == after.transfers
     assert after.failed_transfers == before.failed_transfers + 1
-    assert after.failed_handshakes == before.failed_handshakes + 1
+    assert after.failed_handshakes == before.failed_handshakes
+    assert after.refusals == before.refusals + 1
 
 
 # ----------------------------------------------------------------------------------------------------- heartbeats
@@ -345,7 +386,7 @@ class FakePeer:
     ids=["silence", "nonsense", "another question's answer", "refusal"],
 )
 def test_bad_answers_fail_the_read_in_time(monkeypatch: pytest.MonkeyPatch, reply: object, expected: str) -> None:
-    monkeypatch.setattr(reader_module, "_ANSWER_TIMEOUT_NS", 300_000_000)
+    monkeypatch.setattr(peers_module, "_ANSWER_TIMEOUT_NS", 300_000_000)
     fake = FakePeer(reply)
     consumer = Half("consumer", transport="shm").start()
     try:
@@ -361,7 +402,7 @@ def test_bad_answers_fail_the_read_in_time(monkeypatch: pytest.MonkeyPatch, repl
 
 @needs_nixl
 def test_agent_metadata_that_is_none_fails_the_read_only() -> None:
-    facts = {**FACTS, "wire": "1", "transport": "nixl"}
+    facts = {**FACTS, "wire": WIRE_VERSION, "transport": "nixl"}
     offer = NixlOffer(
         agent="a",
         metadata=b"not a NIXL agent" * 9,
@@ -371,18 +412,20 @@ def test_agent_metadata_that_is_none_fails_the_read_only() -> None:
         slots_address=8192,
     )
     memory = PeerMemory(bytes_per_block=4096, num_blocks=64, num_slots=64, nixl=offer)
+    consumer = Half("consumer", transport="nixl").start()
+    of_fake = consumer.grant((1,))  # proved with the consumer's own key, which the fake peer tells as its own
+    told = {"nonce": of_fake.grant.nonce, "grant_key": proof_key(consumer.identity.secret)}
     fake = FakePeer(
-        lambda q: encode(
-            HelloReply(seq=q.seq, engine_id="fake", nonce=1, epoch=1, lease_ns=1, facts=facts, memory=memory)
-            if hasattr(q, "facts")
-            else msgspec.convert({"type": "claim_reply", "seq": q.seq, "epoch": 1}, type=reader_module.ClaimReply)
+        lambda q: (
+            encode(HelloReply(seq=q.seq, engine_id="fake", epoch=1, lease_ns=10**9, facts=facts, memory=memory, **told))
+            if isinstance(q, Hello)
+            else None
         )
     )
     producer = Half("producer", transport="nixl").start()
-    consumer = Half("consumer", transport="nixl").start()
     try:
         mover = consumer.control.mover_pid
-        source = msgspec.structs.replace(consumer.grant((1,)), peer=Peer("fake", "127.0.0.1", fake.port))
+        source = msgspec.structs.replace(of_fake, peer=Peer("fake", "127.0.0.1", fake.port))
         ended = consumer.read(source, (1,))
         assert ended.slot is None
         assert "agent" in ended.error

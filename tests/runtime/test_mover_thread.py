@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.runtime.transfer_bench import Half
+from benchmarks.transfer_half import Half
 
 from pdkv.core.ports import FromPeer, MoverRestarted
 from pdkv.errors import FenceLost
 from pdkv.runtime import mover_thread
 from pdkv.runtime.mover_thread import MoverThread
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import LocalMemory
+from pdkv.runtime.transports.base import Copy, LocalMemory
 from pdkv.runtime.transports.shm import ShmTransport
 
 HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl"))
@@ -36,10 +36,10 @@ class Stuck(ShmTransport):
         self._freed = freed
         self.entered = threading.Event()
 
-    def post(self, peer, part):  # type: ignore[no-untyped-def]
+    def post(self, copy: Copy) -> None:
         self.entered.set()
         assert self._freed.wait(60)
-        return super().post(peer, part)
+        super().post(copy)
 
 
 class Unclosable(ShmTransport):
@@ -127,7 +127,7 @@ def test_a_stuck_mover_stops_the_instance_and_keeps_the_memory(
     consumer = Half("consumer", transport="shm", mover="thread", lease_ns=300_000_000).start()
     producer.fill(1)
     source = producer.grant((1, 2))
-    consumer.keep(producer.peer, source.token)
+    consumer.keep(producer.peer, source.grant.token)
     producer.wait(FromPeer)
     consumer.post(source, (4, 5))
     assert made[0].entered.wait(10)
@@ -135,7 +135,8 @@ def test_a_stuck_mover_stops_the_instance_and_keeps_the_memory(
     with pytest.raises(FenceLost, match="does not end") as lost:
         _close_when_failed(consumer)
     assert consumer.failures == [lost.value]
-    assert all(not isinstance(item, MoverRestarted) for item in list(consumer.inbox.queue))  # nothing is fenced
+    while not consumer.inbox.empty():
+        assert not isinstance(consumer.inbox.get(), MoverRestarted)  # nothing is fenced
     assert len(made) == 1
     with pytest.raises(FenceLost):  # as often as it is asked
         consumer.control.close()
@@ -165,7 +166,7 @@ _HANGS_WITH_PYTHONS_LOCK = """
     sys.path.insert(0, {root!r})
     from pdkv.runtime import mover_thread
     from pdkv.runtime.transports.shm import ShmTransport
-    from tests.runtime.transfer_bench import Half
+    from benchmarks.transfer_half import Half
 
     class Hanging(ShmTransport):
         def close(self):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.runtime.transfer_bench import Half
+from benchmarks.transfer_half import Half
 
 from pdkv.core.ports import MoverRestarted, ReadEnded
 
@@ -54,7 +54,7 @@ def test_a_read_moves_exactly_the_right_blocks(pair: tuple[Half, Half]) -> None:
     source = producer.grant((5, 6, 7, 20, 0))
     ended = consumer.read(source, (1, 2, 3, 9, 63))
     assert ended.error is None
-    assert ended.slot == (source.nonce, source.lease_id)
+    assert ended.slot == (source.grant.nonce, source.grant.lease_id)
     assert ended.moved_bytes == 5 * BLOCK_BYTES
     expected = np.zeros(BLOCKS, np.uint8)
     expected[[1, 2, 3, 9, 63]] = [6, 7, 8, 21, 1]

@@ -13,7 +13,7 @@ import pytest
 
 from pdkv.errors import DoesNotFit
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import LocalMemory, Segment, TransportError
+from pdkv.runtime.transports.base import Copy, LocalMemory, TransportError
 from pdkv.runtime.transports.shm import ShmTransport, shm_offer
 from pdkv.runtime.wire import PeerMemory
 
@@ -41,27 +41,37 @@ def offered(memory: LocalMemory, **changes: object) -> PeerMemory:
     return PeerMemory(bytes_per_block=64, num_blocks=8, num_slots=4, shm=shm)
 
 
+def posted(transport: ShmTransport, *segments: tuple[int, int, int]) -> Copy:
+    (copy,) = transport.prepare("p", [np.array(segments, dtype=np.int64)])
+    transport.post(copy)
+    return copy
+
+
 def test_segments_and_slots_are_copied(local: LocalMemory, remote: LocalMemory) -> None:
     transport = ShmTransport(local)
     transport.connect("p", offered(remote))
     transport.check_peer("p")
-    assert transport.done(transport.post("p", (Segment(64, 128, 64), Segment(0, 3, 5))))
+    assert transport.done(posted(transport, (64, 128, 64), (0, 3, 5)))
     expected = np.zeros(512, np.uint8)
     expected[128:192] = remote.pool.array(np.uint8, 512)[64:128]
     expected[3:8] = remote.pool.array(np.uint8, 512)[:5]
     assert np.array_equal(local.pool.array(np.uint8, 512), expected)
-    assert transport.slot_value(transport.post_slot("p", 2)) == (2**64 - 1, 12)
+    slot = transport.prepare_slot("p", 2)
+    transport.post(slot)
+    assert transport.slot_value(slot) == (2**64 - 1, 12)
     transport.close()
     with pytest.raises(TransportError, match="not connected"):
-        transport.post("p", (Segment(0, 0, 1),))
+        posted(transport, (0, 0, 1))
 
 
-@pytest.mark.parametrize("segment", [Segment(500, 0, 13), Segment(0, 500, 13)])
-def test_segments_outside_a_pool_are_refused(local: LocalMemory, remote: LocalMemory, segment: Segment) -> None:
+@pytest.mark.parametrize("segment", [(500, 0, 13), (0, 500, 13)])
+def test_segments_outside_a_pool_are_refused(
+    local: LocalMemory, remote: LocalMemory, segment: tuple[int, int, int]
+) -> None:
     transport = ShmTransport(local)
     transport.connect("p", offered(remote))
     with pytest.raises(TransportError, match="outside"):
-        transport.post("p", (segment,))
+        posted(transport, segment)
     transport.close()
 
 
@@ -104,7 +114,7 @@ def test_a_dead_peer_is_seen_before_a_read(local: LocalMemory, remote: LocalMemo
     child.wait()
     with pytest.raises(TransportError, match="p is gone"):
         transport.check_peer("p")
-    assert transport.done(transport.post("p", (Segment(0, 0, 64),)))  # what is mapped stays readable: the slot decides
+    assert transport.done(posted(transport, (0, 0, 64)))  # what is mapped stays readable: the slot decides
     transport.close()
 
 

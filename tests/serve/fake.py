@@ -15,8 +15,8 @@ from pdkv.core.ports import (
     Event,
     Finished,
     FinishReason,
+    Grant,
     HolderView,
-    LeaseGrant,
     MemoryView,
     NewRequest,
     RemoteSource,
@@ -28,13 +28,14 @@ from pdkv.runtime.transfer_stats import TransferStats
 
 EOS = 256
 IM_END = 257
-GRANT = LeaseGrant(
+GRANT = Grant(
     block_ids=(3, 1, 7),
     num_tokens=40,
     slot=5,
     nonce=2**63 + 1,
     lease_id=2**60 + 7,
     token=bytes(range(16)),
+    proof=bytes(range(16, 32)),
     cached_tokens=16,
 )
 

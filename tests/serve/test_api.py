@@ -277,7 +277,7 @@ def test_a_list_of_params_belongs_to_the_prompts_in_order() -> None:
 def test_a_refused_request_gives_its_grant_back() -> None:
     too_long = FakeInstance(max_model_len=8)
     assert post(too_long, COMPLETIONS, ask(prompt="far too long", kv_transfer_params=GOOD_PARAMS)).status_code == 400
-    assert [source.slot for source in too_long.released] == [GRANT.slot]
+    assert [source.grant.slot for source in too_long.released] == [GRANT.slot]
     refusing = FakeInstance()
     refusing.refuse = DoesNotFit("needs 9 blocks, there are 4")
     response = post(refusing, COMPLETIONS, ask(kv_transfer_params=GOOD_PARAMS))

@@ -28,9 +28,7 @@ def test_every_key_of_vllm_is_present() -> None:
 def test_a_grant_survives_the_journey_through_json() -> None:
     source = parse_params(params()).source
     assert source is not None
-    assert (source.block_ids, source.num_tokens, source.slot) == (GRANT.block_ids, GRANT.num_tokens, GRANT.slot)
-    assert (source.nonce, source.lease_id, source.token) == (GRANT.nonce, GRANT.lease_id, GRANT.token)
-    assert source.cached_tokens == GRANT.cached_tokens
+    assert source.grant == GRANT
     assert (source.peer.engine_id, source.peer.port) == ("p-1", 5600)
 
 
@@ -50,7 +48,7 @@ def test_unknown_keys_are_ignored() -> None:
 @pytest.mark.parametrize(
     "key",
     ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_num_tokens",
-     "pdkv_slot", "pdkv_nonce", "pdkv_lease_id", "pdkv_token"],
+     "pdkv_slot", "pdkv_nonce", "pdkv_lease_id", "pdkv_token", "pdkv_proof"],
 )  # fmt: skip
 @pytest.mark.parametrize("bad", ["missing", None, -1, "", [], True, 2**70, [["a"]], {}])
 def test_what_is_missing_or_ill_typed_is_named(key: str, bad: Any) -> None:
@@ -59,7 +57,7 @@ def test_what_is_missing_or_ill_typed_is_named(key: str, bad: Any) -> None:
         del given[key]
     else:
         given[key] = bad
-    with pytest.raises(BadRequest, match=f"never trusted without the token.*{key}"):
+    with pytest.raises(BadRequest, match=f"never trusted without token and proof.*{key}"):
         parse_params(given)
 
 
@@ -72,7 +70,7 @@ def test_block_ids_must_be_one_list_of_real_blocks(blocks: Any) -> None:
 def test_flat_block_ids_are_accepted() -> None:
     source = parse_params(params() | {"remote_block_ids": [4, 5]}).source
     assert source is not None
-    assert source.block_ids == (4, 5)
+    assert source.grant.block_ids == (4, 5)
 
 
 def test_both_flags_contradict_each_other() -> None:

@@ -132,12 +132,12 @@ class Engine:
             self._validate_source(new)
 
     def _validate_source(self, new: NewRequest) -> None:
-        source = new.source
-        assert source is not None
-        expected = cdiv(source.num_tokens, self.config.block_size)
-        if not 1 <= source.num_tokens <= len(new.prompt) or len(source.block_ids) != expected:
+        assert new.source is not None
+        grant = new.source.grant
+        expected = cdiv(grant.num_tokens, self.config.block_size)
+        if not 1 <= grant.num_tokens <= len(new.prompt) or len(grant.block_ids) != expected:
             raise BadRequest(
-                f"kv_transfer_params name {source.num_tokens} tokens in {len(source.block_ids)} blocks for a prompt "
+                f"kv_transfer_params name {grant.num_tokens} tokens in {len(grant.block_ids)} blocks for a prompt "
                 f"of {len(new.prompt)} tokens; blocks hold {self.config.block_size} tokens, so {expected} blocks and "
                 "at most the prompt's tokens are expected. Pass the prefill instance's answer on unchanged"
             )

@@ -39,24 +39,31 @@ class Peer(msgspec.Struct, frozen=True):
     port: int
 
 
-class RemoteSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt's KV on a producer, as granted by a lease (design 3.1; kv_transfer_params in `serve`).
+class Grant(msgspec.Struct, frozen=True, kw_only=True):
+    """What a lease gives a consumer (design 3.1); becomes ``kv_transfer_params`` in the producer's response.
 
     ``block_ids`` are the producer's block ids in prompt order, exactly ``ceil(num_tokens / block_size)`` of them.
-    ``nonce`` and ``lease_id`` are the two words the lease slot ``slot`` holds for as long as the blocks are kept;
-    ``token`` (16 bytes) proves to the producer that the sender was given this very grant; ``prompt_digest`` is filled
-    in by the consumer from its own prompt (`transfer.lease.digest_tokens`) and proved by the same token.
+    ``nonce`` and ``lease_id`` are the two words the lease slot ``slot`` holds for as long as the blocks are kept.
+    ``token`` (16 bytes) names the lease in heartbeats and `Done`; ``proof`` (16 bytes) binds all of this to the prompt:
+    the consumer checks it (`transfer.proof`) before anything moves. ``cached_tokens`` is for statistics only.
     """
 
-    peer: Peer
-    request_id: str
     block_ids: tuple[int, ...]
     num_tokens: int
     slot: int
     nonce: int
     lease_id: int
     token: bytes
+    proof: bytes
     cached_tokens: int = 0
+
+
+class RemoteSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt's KV on a producer. ``prompt_digest`` is the consumer's own (`transfer.proof.digest_tokens`)."""
+
+    peer: Peer
+    request_id: str
+    grant: Grant
     prompt_digest: bytes = b""
 
 
@@ -293,7 +300,7 @@ class Finished(Event):
     output_tokens: int
     cached_tokens: int
     error: str | None = None
-    lease: LeaseGrant | None = None
+    lease: Grant | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,19 +378,6 @@ class Fenced(Event):
 
     handle: int
     blocks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseGrant:
-    """What a consumer needs to read a finished prefill: becomes ``kv_transfer_params`` in the response."""
-
-    block_ids: tuple[int, ...]
-    num_tokens: int
-    slot: int
-    nonce: int
-    lease_id: int
-    token: bytes
-    cached_tokens: int
 
 
 # -------------------------------------------------------------------------------------------------------- memory

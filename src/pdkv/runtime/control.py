@@ -1,4 +1,4 @@
-"""The control thread: handshakes, claims, heartbeats and the mover, none of which may wait for a forward pass.
+"""The control thread: handshakes, heartbeats and the mover, none of which may wait for a forward pass.
 
 One thread owns every socket and the mover. The engine only calls `Control.submit`, which queues and returns.
 """
@@ -21,6 +21,7 @@ from pdkv.errors import ConfigError, FenceLost
 from pdkv.runtime.doorkeeper import Doorkeeper, PeerIdentity, TransferMemory
 from pdkv.runtime.mover_host import MoverHost, MoverKind
 from pdkv.runtime.peer_link import endpoint
+from pdkv.runtime.peers import Peers
 from pdkv.runtime.reader import Reader
 from pdkv.runtime.transfer_stats import TransferStats
 from pdkv.runtime.transports.shm import CPU_ONLY
@@ -28,9 +29,9 @@ from pdkv.runtime.wire import (
     MAX_FRAME_BYTES,
     WIRE_VERSION,
     BadFrame,
-    Claim,
     Hello,
     MemoryKind,
+    Refused,
     decode_question,
     encode,
 )
@@ -115,7 +116,7 @@ class Control:
         self._fence_lost: FenceLost | None = None
         self._submitted: deque[Plan] = deque()
         self._keepalives: tuple[Keepalive, ...] = ()  # of the plan submitted last
-        self._deferred: list[tuple[bytes, Hello | Claim]] = []
+        self._deferred: list[tuple[bytes, Hello]] = []
         self._closing = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
@@ -229,16 +230,15 @@ class Control:
             lease_ns=self._lease_ns,
             describe=self._mover.describe,
         )
-        self._reader = Reader(
+        self._peers = Peers(
             context=context,
             engine_id=self._identity.core.engine_id,
             facts=facts,
             bytes_per_block=self._memory.bytes_per_block,
-            mover=self._mover,
             stats=self._stats,
-            deliver=self._deliver,
             beat_ns=self._lease_ns // 6,
         )
+        self._reader = Reader(peers=self._peers, mover=self._mover, stats=self._stats, deliver=self._deliver)
         self._router = router
 
     def _loop(self, router: zmq.Socket[bytes]) -> None:
@@ -257,7 +257,7 @@ class Control:
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
-        links = self._reader.links()
+        links = self._peers.links()
         for link in links:
             poller.register(link.socket, zmq.POLLIN)
             poller.register(link.monitor, zmq.POLLIN)
@@ -271,21 +271,30 @@ class Control:
         if mover_fd in ready:
             self._mover_turn()
         while self._submitted:
-            self._reader.take(self._submitted.popleft(), self._now_ns())
+            self._carry_out(self._submitted.popleft())
         if router in ready:
             self._answer_turn(router)
         for link in links:
             if link.socket in ready:
-                self._reader.hear(link, _FRAMES_PER_TURN, self._now_ns())
+                self._peers.hear(link, _FRAMES_PER_TURN, self._now_ns())
             if link.monitor in ready and link.connection_lost():
-                self._reader.lost(link)
+                self._peers.lost(link)
         now_ns = self._now_ns()
         self._mover.tick(now_ns)
-        self._reader.tick(now_ns, engine_alive=now_ns - self._last_step_ns() < 60 * 10**9)
-        self._tell_serving(now_ns)
+        self._peers.tick(now_ns, engine_alive=now_ns - self._last_step_ns() < 60 * 10**9)
+        for link, problem in self._peers.take_settled():
+            self._reader.settled(link, problem, now_ns)
+        self._reader.tick(now_ns)
+        self._mover.serve_until(self._doorkeeper.readers_until_ns(now_ns), now_ns)
+
+    def _carry_out(self, plan: Plan) -> None:
+        now_ns = self._now_ns()
+        self._reader.take(plan, now_ns)
+        self._peers.send(plan.messages, now_ns)
+        self._peers.keep_alive(plan.keepalives, now_ns)
 
     def _wait_ms(self) -> int:
-        times = [t for t in (self._reader.next_ns(), self._mover.next_ns()) if t is not None]
+        times = [t for t in (self._peers.next_ns(), self._reader.next_ns(), self._mover.next_ns()) if t is not None]
         wait_s = min([_POLL_LIMIT_S, *((t - self._now_ns()) / 1e9 for t in times)])
         return max(0, int(wait_s * 1000) + (1 if wait_s > 0 else 0))
 
@@ -317,16 +326,16 @@ class Control:
                 self._stats.dropped_frames += 1
                 log.debug("side channel: dropped a frame: %s", error)
                 continue
-            if isinstance(question, (Hello, Claim)) and not self._mover.ready:
+            if isinstance(question, Hello) and not self._mover.ready:
                 if len(self._deferred) < _MAX_DEFERRED:
                     self._deferred.append((parts[0], question))  # what can be read is not known before
                 continue
             self._answer(parts[0], question)
 
-    def _answer(self, sender: bytes, question: Hello | Claim | Heartbeat | Done) -> None:
+    def _answer(self, sender: bytes, question: Hello | Heartbeat | Done) -> None:
         now_ns = self._now_ns()
-        answer = self._doorkeeper.answer(question, now_ns)
-        self._stats.refusals = self._doorkeeper.refusals
+        answer = self._doorkeeper.answer(question)
+        self._stats.refusals += isinstance(answer, Refused)
         if isinstance(answer, (Heartbeat, Done)):
             self._stats.heartbeats_received += isinstance(answer, Heartbeat)
             self._deliver(FromPeer(answer, now_ns))
@@ -335,10 +344,6 @@ class Control:
             self._router.send_multipart([sender, encode(answer)], zmq.DONTWAIT)
         except (zmq.ZMQError, BadFrame) as error:
             log.debug("side channel: an answer was not sent: %s", error)
-
-    def _tell_serving(self, now_ns: int) -> None:
-        until_ns = self._doorkeeper.readers_until_ns(now_ns)
-        self._mover.serve_until(until_ns, now_ns)
 
     def _deliver(self, item: InboxItem) -> None:
         try:

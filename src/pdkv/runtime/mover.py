@@ -4,7 +4,9 @@ On CPU pools it is a process: ``python -m pdkv.runtime.mover FD PARENT_PID`` tal
 inherited socket ``FD``, imports neither torch nor transformers, maps the instance's pool and slots from inherited
 descriptors, and dies with its parent. On GPU pools `MoverThread` runs the same `Mover` on a thread.
 
-A READ is moved in slices, one at a time per handle, round robin between handles. A handle is reported as ended only
+A READ is moved in slices, round robin between handles, with at most `_UNDER_WAY` of a handle's under way: the next is
+there when one ends. They are prepared some at a time, before the first of them is posted: just after megabytes went
+through the caches every small thing takes several times as long. A handle is reported as ended only
 when nothing of it can touch the destination any more; one that cannot end (its peer is stopped) is not reported at all:
 the core's deadline then has this process killed.
 """
@@ -20,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -46,6 +49,8 @@ log = logging.getLogger("pdkv.mover")
 
 _SERVING_POLL_S = 0.001  # a peer's read needs our help to set its connection up: at most this late
 _IDLE_POLL_S = 0.2
+_UNDER_WAY = 2
+_PREPARED_AHEAD = 8
 # Between two looks at a copy that is under way: (after so many fruitless looks, wait so long). Most are over at once; a
 # stopped peer must not cost us a core.
 _WAITS_S = ((2000, 0.001), (200, 0.0001), (0, 0.0))
@@ -53,18 +58,22 @@ _WAITS_S = ((2000, 0.001), (200, 0.0001), (0, 0.0))
 
 @dataclass(slots=True)
 class _Read:
-    """One READ. ``copy`` is what is under way now, if anything; ``in_slot`` once that is the lease slot."""
+    """One READ: ``slices`` to come, copies that are ``prepared`` and ``posted`` (with their bytes), oldest first.
+
+    ``last`` reads the lease slot; it is posted (``in_slot``) when all data have arrived. ``stop`` says why no further
+    copy is posted; the READ is over when those that were have ended.
+    """
 
     handle: int
     peer: str
-    slot: int
-    slices: Iterator[Slice]
     started_s: float
-    copy: Copy | None = None
-    copy_bytes: int = 0
+    slices: Iterator[Slice]
+    last: Copy | None = None
+    prepared: deque[tuple[Copy, int]] = field(default_factory=deque)
+    posted: deque[tuple[Copy, int]] = field(default_factory=deque)
     in_slot: bool = False
     moved_bytes: int = 0
-    cancelled: bool = False
+    stop: str | None = None
 
 
 @dataclass(slots=True)
@@ -105,7 +114,7 @@ class Mover:
             moved = self._advance_all()
             self._quiet_rounds = 0 if moved else self._quiet_rounds + 1
             self._transport.progress()
-            if self._transport.offer != self._offer:
+            if self._transport.offer is not self._offer:
                 self._offer = self._transport.offer
                 self._sock.sendall(pack(Ready(offer=self._offer)))
 
@@ -136,7 +145,7 @@ class Mover:
             case Cancel():
                 for read in self._reads:
                     if read.handle == message.handle:
-                        read.cancelled = True
+                        read.stop = read.stop or "cancelled"
             case Connect():
                 self._connect(message)
             case Forget():
@@ -165,7 +174,7 @@ class Mover:
         remote = np.frombuffer(post.remote_blocks, dtype="<i4")
         local = np.frombuffer(post.local_blocks, dtype="<i4")
         slices = cut_slices(remote, local, self._memory.bytes_per_block)
-        read = _Read(post.handle, post.peer, post.slot, slices, time.monotonic())
+        read = _Read(post.handle, post.peer, time.monotonic(), slices)
         peer = self._peers.get(post.peer)
         error = f"peer {post.peer} is not connected" if peer is None else peer.error
         if peer is not None and error is None:
@@ -173,6 +182,8 @@ class Mover:
         if error is None:
             try:
                 self._transport.check_peer(post.peer)
+                self._prepare(read)
+                read.last = self._transport.prepare_slot(post.peer, post.slot)
             except TransportError as failure:
                 error = str(failure)
         if error is not None:
@@ -180,46 +191,75 @@ class Mover:
         else:
             self._reads.append(read)
 
+    def _prepare(self, read: _Read) -> None:
+        """Have the next slices ready; none is added when there are no more."""
+        parts = list(islice(read.slices, _PREPARED_AHEAD))
+        if parts:
+            sizes = (int(part[:, 2].sum()) for part in parts)
+            read.prepared.extend(zip(self._transport.prepare(read.peer, parts), sizes, strict=True))
+
     def _advance_all(self) -> bool:
         """One step of every READ; True when any of them got further."""
         moved = False
         for _ in range(len(self._reads)):
             read = self._reads.popleft()
-            try:
-                over, stepped = self._advance(read)
-            except TransportError as error:
-                self._end(read, None, "cancelled" if read.cancelled else str(error))
-                over, stepped = True, True
-            if not over:
+            ended, posted = self._collect(read), self._post_next(read)
+            moved = moved or ended or posted
+            if not self._end_if_over(read):
                 self._reads.append(read)
-            moved = moved or stepped
         return moved
 
-    def _advance(self, read: _Read) -> tuple[bool, bool]:
-        """(READ is over and reported, something happened). Raises `TransportError` when a copy of it failed."""
-        if read.copy is not None:
-            if not self._transport.done(read.copy):
-                return False, False
-            copy, read.copy = read.copy, None
-            read.moved_bytes += read.copy_bytes
-            if read.in_slot:
-                value = self._transport.slot_value(copy)
-                self._end(read, None if read.cancelled else value, "cancelled" if read.cancelled else None)
-                return True, True
-        if read.cancelled:
-            self._end(read, None, "cancelled")
-            return True, True
-        part = next(read.slices, None)
-        if part is not None:
-            read.copy_bytes = sum(segment.nbytes for segment in part)
-            read.copy = self._transport.post(read.peer, part)
+    def _collect(self, read: _Read) -> bool:
+        """Take note of what has ended, oldest first; True when something had."""
+        before = len(read.posted)
+        while read.posted:
+            copy, nbytes = read.posted[0]
+            try:
+                if not self._transport.done(copy):
+                    break
+                read.moved_bytes += nbytes
+            except TransportError as error:  # it has ended, too
+                read.stop = read.stop or str(error)
+            read.posted.popleft()
+        return len(read.posted) < before
+
+    def _post_next(self, read: _Read) -> bool:
+        """Post one more copy if it is time; True when there was one."""
+        if read.stop is not None or len(read.posted) >= _UNDER_WAY:
+            return False
+        try:
+            if not read.prepared:
+                self._prepare(read)
+            if read.prepared:
+                copy, nbytes = read.prepared.popleft()
+            elif read.posted or read.in_slot:
+                return False
+            else:  # all data are here: this order is what makes the slot's value mean something
+                assert read.last is not None
+                copy, nbytes, read.in_slot = read.last, 0, True
+            self._transport.post(copy)
+        except TransportError as error:
+            read.stop = str(error)
+            return True
+        read.posted.append((copy, nbytes))
+        self._collect(read)  # some transports copy in `post`
+        return True
+
+    def _end_if_over(self, read: _Read) -> bool:
+        if read.posted or not (read.in_slot or read.stop is not None):
+            return False
+        if read.stop is None:
+            assert read.last is not None
+            self._end(read, self._transport.slot_value(read.last), None)
         else:
-            read.copy_bytes = 0
-            read.in_slot = True
-            read.copy = self._transport.post_slot(read.peer, read.slot)
-        return False, True
+            self._end(read, None, read.stop)
+        return True
 
     def _end(self, read: _Read, slot: tuple[int, int] | None, error: str | None) -> None:
+        """Report it. Nothing of it is under way any more; what was only prepared is let go."""
+        if slot is None:
+            for copy in [*(copy for copy, _ in read.prepared), *filter(None, (read.last,))]:
+                self._transport.discard(copy)
         seconds = time.monotonic() - read.started_s
         ended = Ended(handle=read.handle, slot=slot, moved_bytes=read.moved_bytes, seconds=seconds, error=error)
         self._sock.sendall(pack(ended))

@@ -11,7 +11,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pdkv.core.ports import Done, Heartbeat, Peer
 from pdkv.runtime.shown import readable
-from pdkv.runtime.wire import MAX_FRAME_BYTES, Answer, BadFrame, Claim, Hello, HelloReply, decode_answer, encode
+from pdkv.runtime.wire import MAX_FRAME_BYTES, Answer, BadFrame, Hello, HelloReply, decode_answer, encode
 
 log = logging.getLogger("pdkv.control")
 
@@ -42,8 +42,6 @@ class PeerLink:
         self.hello_seq = 0
         self.hello_deadline_ns = 0
         self.reply: HelloReply | None = None
-        self.mover_key: str | None = None  # under which name the mover of life `mover_life` knows this reply's memory
-        self.mover_life = 0
         self.tokens: tuple[bytes, ...] = ()
         self.next_beat_ns = now_ns
         self.last_beat_ns = now_ns - 10**9  # none yet: the first may go at once
@@ -87,7 +85,7 @@ class PeerLink:
         self.socket.close(linger=0)
         self.socket = self._open()
 
-    def send(self, message: Hello | Claim | Heartbeat | Done) -> bool:
+    def send(self, message: Hello | Heartbeat | Done) -> bool:
         """Whether the socket took it."""
         try:
             self.socket.send(encode(message), zmq.DONTWAIT)

@@ -13,8 +13,8 @@ SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 class TransferStats:
     """Since the start. ``seconds_counts[i]`` counts finished reads of at most ``SECONDS_BUCKETS[i]`` s and more than
     the bucket before; the last entry those above all. ``transfers`` finished with a slot read, ``failed_transfers``
-    did not; ``failed_handshakes`` are hellos or claims of ours that were refused or timed out, ``refusals`` those that
-    we refused.
+    did not; ``failed_handshakes`` are those of ours that were refused or got no answer, ``refusals`` the handshakes of
+    peers and the grants that we refused.
     """
 
     transfers: int = 0

@@ -1,8 +1,8 @@
 """The side channel's messages: msgpack, tagged, size-capped; nothing is ever unpickled.
 
-One message is one ZMQ frame. The asking side (DEALER) sends `Hello`, `Claim` and the hints `Heartbeat` and `Done` of
-`core.ports`; the answering side (ROUTER) replies to the first two with the same ``seq``. A frame that is too long or
-cannot be decoded raises `BadFrame`: the receiver counts and drops it.
+One message is one ZMQ frame. The asking side (DEALER) sends `Hello` and the hints `Heartbeat` and `Done` of
+`core.ports`; the answering side (ROUTER) replies to the first with the same ``seq``. A frame that is too long or cannot
+be decoded raises `BadFrame`: the receiver counts and drops it.
 
 A second, private channel joins the control thread and its mover (one socket pair, frames with a 4-byte length).
 """
@@ -15,12 +15,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pdkv.core.ports import Done, Heartbeat, RemoteSource
+from pdkv.core.ports import Done, Heartbeat
+from pdkv.core.transfer.proof import KEY_BYTES, TOKEN_BYTES
 from pdkv.runtime.shown import readable
 
-WIRE_VERSION = "1"
-TOKEN_BYTES = 16
-MAX_FRAME_BYTES = 4 << 20  # a claim of 1M blocks; more than any prompt
+WIRE_VERSION = "2"
+MAX_FRAME_BYTES = 4 << 20
 MAX_MOVER_FRAME_BYTES = 64 << 20
 
 
@@ -83,41 +83,30 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class HelloReply(msgspec.Struct, frozen=True, kw_only=True, tag="hello_reply"):
-    """Facts agree. ``epoch`` changes whenever ``memory`` does (a restarted mover has a new agent)."""
+    """Facts agree. ``epoch`` changes whenever ``memory`` does (a restarted mover has a new agent).
+
+    ``grant_key`` proves the grants of this life of the engine, the one of ``nonce`` (`core.transfer.proof`).
+    """
 
     seq: int
     engine_id: str
     nonce: int
+    grant_key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     epoch: int
     lease_ns: int
     facts: dict[str, str]
     memory: PeerMemory
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True, tag="claim"):
-    """May I read under this grant? Proven by its token."""
-
-    seq: int
-    consumer: str
-    source: RemoteSource
-
-
-class ClaimReply(msgspec.Struct, frozen=True, kw_only=True, tag="claim_reply"):
-    """Yes, and the memory to read from is that of ``epoch``."""
-
-    seq: int
-    epoch: int
-
-
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """No, to a `Hello` or a `Claim`; ``reason`` is for people."""
+    """No, to a `Hello`; ``reason`` is for people."""
 
     seq: int
     reason: str
 
 
-Question = Hello | Claim | Heartbeat | Done
-Answer = HelloReply | ClaimReply | Refused
+Question = Hello | Heartbeat | Done
+Answer = HelloReply | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _questions = msgspec.msgpack.Decoder(Question)

@@ -1,7 +1,7 @@
 """`kv_transfer_params`: the JSON in which a lease travels from P's answer through a router to D (pd-transfer.md §2).
 
-The fields are vLLM's, so existing routers work unchanged; ``pdkv_slot``, ``pdkv_nonce``, ``pdkv_lease_id`` and
-``pdkv_token`` are ours (64-bit words as hex strings: JSON numbers lose bits above 2**53).
+The fields are vLLM's, so existing routers work unchanged; ``pdkv_slot``, ``pdkv_nonce``, ``pdkv_lease_id``,
+``pdkv_token`` and ``pdkv_proof`` are ours (64-bit words as hex strings: JSON numbers lose bits above 2**53).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdkv.core.ports import LeaseGrant, Peer, RemoteSource
+from pdkv.core.ports import Grant, Peer, RemoteSource
 from pdkv.errors import BadRequest
 from pdkv.runtime.shown import readable
 
@@ -40,8 +40,8 @@ class TransferRequest:
 ORDINARY = TransferRequest()
 
 
-def grant_to_params(grant: LeaseGrant, *, engine_id: str, request_id: str, host: str, port: int) -> dict[str, Any]:
-    """P's answer: every key of vLLM's, plus pdkv's four. ``host``/``port`` are P's side channel."""
+def grant_to_params(grant: Grant, *, engine_id: str, request_id: str, host: str, port: int) -> dict[str, Any]:
+    """P's answer: every key of vLLM's, plus pdkv's five. ``host``/``port`` are P's side channel."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -61,6 +61,7 @@ def grant_to_params(grant: LeaseGrant, *, engine_id: str, request_id: str, host:
         "pdkv_nonce": f"{grant.nonce:016x}",
         "pdkv_lease_id": f"{grant.lease_id:016x}",
         "pdkv_token": grant.token.hex(),
+        "pdkv_proof": grant.proof.hex(),
     }
 
 
@@ -137,17 +138,20 @@ def _source(params: Mapping[str, Any]) -> RemoteSource:
     source = RemoteSource(
         peer=Peer(engine_id=text("remote_engine_id"), host=text("remote_host"), port=integer("remote_port", 1, 65535)),
         request_id=text("remote_request_id"),
-        block_ids=blocks or (),
-        num_tokens=integer("remote_num_tokens", 1, 2**31 - 1),
-        slot=integer("pdkv_slot", 0, 2**31 - 1),
-        nonce=int(hexadecimal("pdkv_nonce", 16), 16),
-        lease_id=int(hexadecimal("pdkv_lease_id", 16), 16),
-        token=bytes.fromhex(hexadecimal("pdkv_token", 32)),
-        cached_tokens=integer("remote_prefill_cached_tokens", 0, 2**31 - 1, default=0),
+        grant=Grant(
+            block_ids=blocks or (),
+            num_tokens=integer("remote_num_tokens", 1, 2**31 - 1),
+            slot=integer("pdkv_slot", 0, 2**31 - 1),
+            nonce=int(hexadecimal("pdkv_nonce", 16), 16),
+            lease_id=int(hexadecimal("pdkv_lease_id", 16), 16),
+            token=bytes.fromhex(hexadecimal("pdkv_token", 32)),
+            proof=bytes.fromhex(hexadecimal("pdkv_proof", 32)),
+            cached_tokens=integer("remote_prefill_cached_tokens", 0, 2**31 - 1, default=0),
+        ),
     )
     if problems:
         raise BadRequest(
-            "kv_transfer_params: block ids are never trusted without the token. Missing or malformed: "
+            "kv_transfer_params: block ids are never trusted without token and proof. Missing or malformed: "
             f"{', '.join(problems)}. Pass on what a pdkv prefill instance answered, unchanged, or leave "
             "kv_transfer_params out and the prompt is computed here"
         )

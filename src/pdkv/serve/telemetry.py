@@ -37,8 +37,8 @@ from pdkv.units import NS_PER_S
 
 LOG = logging.getLogger("pdkv.transfer")
 TRANSFER_COUNTERS = {
-    "failed_handshakes": "Handshakes and claims of ours that were refused or timed out",
-    "refusals": "Handshakes and claims of peers that this instance refused",
+    "failed_handshakes": "Handshakes of ours that were refused or got no answer",
+    "refusals": "Handshakes of peers, and grants, that this instance refused",
     "heartbeats_sent": "Heartbeats sent for leases at peers",
     "heartbeats_received": "Heartbeats received for leases here",
     "lost_messages": "Messages to peers that could not be sent (hints: they cost time, not correctness)",

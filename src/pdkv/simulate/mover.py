@@ -120,7 +120,7 @@ class Mover:
         if source.stopped_for_ns:
             self._life.later(source.stopped_for_ns + MS, self._data_over, read, fails)
             return
-        nonce, lease_id = (int(word) for word in source.slots[read.post.source.slot])
+        nonce, lease_id = (int(word) for word in source.slots[read.post.source.grant.slot])
         self._report(read, None if fails else (nonce, lease_id), "the transfer broke")
 
     def _stop(self, read: Read) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pdkv.core.ports import Event, Finished, FinishReason, LeaseGrant, NewRequest, RemoteSource, TokenSampled
+from pdkv.core.ports import Event, Finished, FinishReason, Grant, NewRequest, RemoteSource, TokenSampled
 from pdkv.simulate.weather import MS
 
 if TYPE_CHECKING:
@@ -145,16 +145,6 @@ class Router:
         self._world.ended(call)
 
 
-def remote_source(leg: Leg, lease: LeaseGrant) -> RemoteSource:
+def remote_source(leg: Leg, lease: Grant) -> RemoteSource:
     """The grant as `kv_transfer_params` carries it."""
-    return RemoteSource(
-        peer=leg.life.peer,
-        request_id=leg.new.request_id,
-        block_ids=lease.block_ids,
-        num_tokens=lease.num_tokens,
-        slot=lease.slot,
-        nonce=lease.nonce,
-        lease_id=lease.lease_id,
-        token=lease.token,
-        cached_tokens=lease.cached_tokens,
-    )
+    return RemoteSource(peer=leg.life.peer, request_id=leg.new.request_id, grant=lease)

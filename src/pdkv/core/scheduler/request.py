@@ -10,7 +10,7 @@ import numpy as np
 from pdkv.core.blocks.extra_keys import ContentKeys
 from pdkv.core.blocks.hashing import HashChain, HashFunction, extend_hashes
 from pdkv.core.ports import FinishReason, Int32Array, NewRequest, RemoteSource
-from pdkv.core.transfer.lease import digest_tokens
+from pdkv.core.transfer.proof import digest_tokens
 
 NO_DRAFTS: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -71,7 +71,7 @@ class Request:
         self.extra_keys = ContentKeys(cache_salt=new.cache_salt, lora=new.lora, multimodal=new.items)
         self.source: RemoteSource | None = new.source
         if new.source is not None:
-            covered = digest_tokens(new.prompt[: new.source.num_tokens])
+            covered = digest_tokens(new.prompt[: new.source.grant.num_tokens])
             self.source = msgspec.structs.replace(new.source, prompt_digest=covered)
         self.loaded_deadline_ns: int | None = None
         self.wait_cause = "queued"

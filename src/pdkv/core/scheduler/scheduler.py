@@ -16,8 +16,8 @@ from pdkv.core.ports import (
     Admitted,
     Finished,
     FinishReason,
+    Grant,
     Int32Array,
-    LeaseGrant,
     Outputs,
     Preempted,
     TokenSampled,
@@ -217,8 +217,9 @@ class Scheduler:
 
     def _emit_admitted(self, request: Request, admission: Admission) -> None:
         if not request.resumed:
-            cached_by_producer = request.source.cached_tokens if request.source and admission.external_tokens else 0
-            request.cached_tokens = max(admission.local_tokens, cached_by_producer)
+            request.cached_tokens = admission.local_tokens
+            if request.source is not None and admission.external_tokens:
+                request.cached_tokens = max(request.cached_tokens, request.source.grant.cached_tokens)
         self._journal.emit(
             Admitted(
                 request_id=request.request_id,
@@ -301,7 +302,7 @@ class Scheduler:
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request in whatever state it is; every block it held goes to its next account."""
-        lease: LeaseGrant | None = None
+        lease: Grant | None = None
         status = request.status
         self.blocked_by = None  # its end may make room
         if status is Status.RUNNING:

@@ -89,13 +89,13 @@ class Consumer:
 
     def decline(self, source: RemoteSource) -> None:
         """Tell the producer that its copy is not needed."""
-        self._messages.append(SendMessage(source.peer, Done(source.token, self._engine_id)))
+        self._messages.append(SendMessage(source.peer, Done(source.grant.token, self._engine_id)))
 
     def external_tokens(self, request: Request, local_tokens: int) -> int:
         """Tokens the producer can supply beyond the local hit; 0 when there is nothing (left) to load."""
         if request.source is None:
             return 0
-        return max(request.source.num_tokens - local_tokens, 0)
+        return max(request.source.grant.num_tokens - local_tokens, 0)
 
     def shares_with(self, request: Request, local_blocks: int) -> str | None:
         """Id of a request whose load in flight brings this one's next block too (it then waits, `strict`)."""
@@ -105,7 +105,7 @@ class Consumer:
             return None
         wanted = request.hashes[local_blocks]
         for load in self._loads.values():
-            full = load.source.num_tokens // self._config.block_size
+            full = load.source.grant.num_tokens // self._config.block_size
             if load.first <= local_blocks < full and load.request.hashes[local_blocks] == wanted:
                 return load.request.request_id
         return None
@@ -116,7 +116,7 @@ class Consumer:
         """Post the READ of everything behind the first ``local_blocks`` blocks, which the request holds already."""
         source = request.source
         assert source is not None
-        remote = np.asarray(source.block_ids[local_blocks:], dtype=np.int32)
+        remote = np.asarray(source.grant.block_ids[local_blocks:], dtype=np.int32)
         local = self._manager.blocks_of(request.request_id)[local_blocks : local_blocks + len(remote)].copy()
         deadline_ns = self._journal.now_ns + self._config.kv_load_timeout_ns
         load = Load(request, source, self._new_handle(), local_blocks, remote, local, deadline_ns)
@@ -266,7 +266,7 @@ class Consumer:
         """Leases to renew, by peer: every request from its arrival until its READ has ended."""
         by_peer: dict[Peer, list[bytes]] = {}
         for source in self._wanted.values():
-            by_peer.setdefault(source.peer, []).append(source.token)
+            by_peer.setdefault(source.peer, []).append(source.grant.token)
         return tuple(Keepalive(peer, tuple(tokens)) for peer, tokens in by_peer.items())
 
     # ---------------------------------------------------------------------------------------------------- helpers
@@ -274,10 +274,11 @@ class Consumer:
     def _judge(self, load: Load, report: ReadEnded) -> str | None:
         if report.slot is None:
             return report.error or "the transfer failed"
-        if report.slot != (load.source.nonce, load.source.lease_id):
+        grant = load.source.grant
+        if report.slot != (grant.nonce, grant.lease_id):
             return (
-                f"the lease ended before the data had arrived (slot {load.source.slot} holds lease {report.slot[1]}, "
-                f"not {load.source.lease_id}); raise --kv-lease-duration on the prefill instance if this repeats"
+                f"the lease ended before the data had arrived (slot {grant.slot} holds lease {report.slot[1]}, "
+                f"not {grant.lease_id}); raise --kv-lease-duration on the prefill instance if this repeats"
             )
         return None
 

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.core.ports import Int32Array
+from pdkv.core.ports import Grant, Int32Array
+from pdkv.core.transfer.proof import digest_tokens, lease_token, proof_key, prove
 
 #: uint64[n, 2]: {boot nonce, lease id} per slot; lease id 0 means "no lease". Registered memory that peers read.
 SlotArray = npt.NDArray[np.uint64]
-
-
-def digest_tokens(tokens: Int32Array) -> bytes:
-    """16 bytes that name a token sequence: P computed these, D is about to decode behind the same ones."""
-    return hashlib.blake2b(np.asarray(tokens, dtype="<i4").tobytes(), digest_size=16, person=b"pdkv-prompt").digest()
-
-
-def lease_token(
-    secret: bytes, *, lease_id: int, slot: int, block_ids: tuple[int, ...], num_tokens: int, prompt_digest: bytes
-) -> bytes:
-    """The 16 bytes that prove a grant: a keyed hash over everything a consumer may ask for under it.
-
-    Nobody without the producer's boot secret can make one, so forged block ids are refused without asking the engine;
-    and since the prompt is part of it, so is a grant that was given for another prompt (another tokenizer or chat
-    template on P, params mixed up on the way).
-    """
-    mac = hashlib.blake2b(key=secret, digest_size=16, person=b"pdkv-lease")
-    mac.update(np.asarray([lease_id, slot, num_tokens, len(block_ids)], dtype="<i8").tobytes())
-    mac.update(np.asarray(block_ids, dtype="<i4").tobytes())
-    mac.update(prompt_digest)
-    return mac.digest()
 
 
 class LeaseSlots:
@@ -41,6 +20,7 @@ class LeaseSlots:
         self._slots = slots
         self.nonce = nonce
         self._secret = secret
+        self._key = proof_key(secret)
         self._next_id = 1
         self._free = list(range(len(slots) - 1, -1, -1))
         slots[:, 1] = 0
@@ -51,20 +31,22 @@ class LeaseSlots:
         """Slots that can still be granted."""
         return len(self._free)
 
-    def grant(self, block_ids: tuple[int, ...], tokens: Int32Array) -> tuple[int, int, bytes]:
-        """(slot, lease id, token) for the blocks that hold the KV of ``tokens``; the slot is armed from now on."""
+    def grant(self, block_ids: tuple[int, ...], tokens: Int32Array, cached_tokens: int) -> Grant:
+        """The proved grant for the blocks that hold the KV of ``tokens``; its slot is armed from now on."""
         slot, lease_id = self._free.pop(), self._next_id
         self._next_id += 1
         self._slots[slot, 1] = lease_id
-        token = lease_token(
-            self._secret,
-            lease_id=lease_id,
-            slot=slot,
+        grant = Grant(
             block_ids=block_ids,
             num_tokens=len(tokens),
-            prompt_digest=digest_tokens(tokens),
+            slot=slot,
+            nonce=self.nonce,
+            lease_id=lease_id,
+            token=lease_token(self._secret, lease_id),
+            proof=b"",
+            cached_tokens=cached_tokens,
         )
-        return slot, lease_id, token
+        return msgspec.structs.replace(grant, proof=prove(self._key, grant, digest_tokens(tokens)))
 
     def clear(self, slot: int) -> None:
         """The lease is over: a consumer that reads the slot from now on discards what it has read."""

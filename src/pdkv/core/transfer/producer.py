@@ -8,7 +8,7 @@ from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
 from pdkv.core.journal import Journal
 from pdkv.core.ledger import Account
-from pdkv.core.ports import Done, Heartbeat, LeaseGrant, LeaseGranted, LeaseReleased, LeaseRenewed
+from pdkv.core.ports import Done, Grant, Heartbeat, LeaseGranted, LeaseReleased, LeaseRenewed
 from pdkv.core.scheduler.request import Request
 from pdkv.core.transfer.lease import LeaseSlots
 
@@ -52,35 +52,27 @@ class Producer:
         needed = self._manager.blocks_for(request.num_prompt)
         return self._slots.num_free > in_flight and (pinned == 0 or pinned + needed <= limit)
 
-    def grant(self, request: Request) -> LeaseGrant:
+    def grant(self, request: Request) -> Grant:
         """Keep the prompt's blocks for a consumer; the request's other blocks go back. Needs a free slot."""
         computed = min(request.num_computed, request.num_tokens - 1)  # the last token was only sampled
         self._manager.trim(request.request_id, self._manager.blocks_for(computed))
         block_ids = tuple(self._manager.blocks_of(request.request_id).tolist())
-        slot, lease_id, token = self._slots.grant(block_ids, request.tokens[:computed])
+        grant = self._slots.grant(block_ids, request.tokens[:computed], request.cached_tokens)
         deadline_ns = self._journal.now_ns + self._config.lease_ns
-        lease = Lease(request.request_id, lease_id, slot, token, len(block_ids), deadline_ns)
-        self._by_token[token] = lease
+        lease = Lease(request.request_id, grant.lease_id, grant.slot, grant.token, len(block_ids), deadline_ns)
+        self._by_token[lease.token] = lease
         self._manager.rename(request.request_id, lease.key)
         self._manager.move(lease.key, Account.RETAINED, "leased to a consumer", deadline_ns)
         self._journal.emit(
             LeaseGranted(
                 request_id=request.request_id,
                 at_ns=self._journal.now_ns,
-                lease_id=lease_id,
+                lease_id=lease.lease_id,
                 blocks=lease.blocks,
                 deadline_ns=deadline_ns,
             )
         )
-        return LeaseGrant(
-            block_ids=block_ids,
-            num_tokens=computed,
-            slot=slot,
-            nonce=self._slots.nonce,
-            lease_id=lease_id,
-            token=token,
-            cached_tokens=request.cached_tokens,
-        )
+        return grant
 
     @property
     def has_slot(self) -> bool:

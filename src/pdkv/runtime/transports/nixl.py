@@ -25,6 +25,7 @@ import mmap
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,18 +33,19 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, TransportError
+from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, TransportError, check_ends
 from pdkv.runtime.wire import MemoryKind, NixlOffer, PeerMemory
 
 log = logging.getLogger("pdkv.mover")
 
 _MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
-_SCRATCH_SLOTS = mmap.PAGESIZE // SLOT_BYTES
+_SCRATCH_SLOTS = 16 * mmap.PAGESIZE // SLOT_BYTES  # one for each READ that the mover has
 _MAX_METADATA_BYTES = 1 << 20
 _DRAIN_S = 1.0
 _DRAIN_POLL_S = 0.0005
 _WORD = np.dtype("<u8")
 
+Int64Array = npt.NDArray[np.int64]
 Descriptors = npt.NDArray[np.uint64]  # [n, 3]: address, length in bytes, device
 
 
@@ -57,7 +59,7 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One posted request. ``handle`` is NIXL's, of the agent of now; None once it is over."""
+    """One request. ``handle`` is NIXL's, of the agent of now; None once it is over, or when that agent has gone."""
 
     peer: str
     local: Descriptors
@@ -97,7 +99,8 @@ class NixlTransport:
         self._scratch_words = self._scratch.array(_WORD, (_SCRATCH_SLOTS, 2))
         self._cells = list(range(_SCRATCH_SLOTS))
         self._peers: dict[str, _Peer] = {}
-        self._flights: list[_Flight] = []
+        self._prepared: list[_Flight] = []  # not posted yet
+        self._flights: list[_Flight] = []  # posted, not over
         self._doomed: list[weakref.ref[Any]] = []  # agents that were dropped and must be gone
         self._agent = self._make_agent()
 
@@ -156,31 +159,57 @@ class NixlTransport:
 
     # ------------------------------------------------------------------------------------------------------ copies
 
-    def post(self, peer: str, part: Slice) -> Copy:
+    def prepare(self, peer: str, parts: Sequence[Slice]) -> list[Copy]:
         self.check_peer(peer)
         source, pool = self._peers[peer], self._memory.pool
-        segments = np.array([(s.remote, s.local, s.nbytes) for s in part], dtype=np.uint64)
-        ends = segments[:, :2] + segments[:, 2:]
-        if int(ends[:, 0].max()) > source.pool_bytes or int(ends[:, 1].max()) > pool.nbytes:
-            raise TransportError(f"{peer}: a segment reaches outside the pool")
+        segments = np.concatenate(parts)
+        check_ends(peer, segments, source.pool_bytes, pool.nbytes)
         offer = source.offer
-        local = _descriptors(segments[:, 1] + np.uint64(pool.address), segments[:, 2], pool.device)
-        remote = _descriptors(segments[:, 0] + np.uint64(offer.pool_address), segments[:, 2], offer.pool_device)
-        return self._launch(_Flight(peer, local, remote, pool.kind, offer.pool_kind))
+        local = _descriptors(segments[:, 1] + pool.address, segments[:, 2], pool.device)
+        remote = _descriptors(segments[:, 0] + offer.pool_address, segments[:, 2], offer.pool_device)
+        copies: list[Copy] = []
+        at = 0
+        try:
+            for part in parts:
+                rows = slice(at, at + len(part))
+                at += len(part)
+                copies.append(self._make_ready(_Flight(peer, local[rows], remote[rows], pool.kind, offer.pool_kind)))
+        except TransportError:
+            for copy in copies:
+                self.discard(copy)
+            raise
+        return copies
 
-    def post_slot(self, peer: str, slot: int) -> Copy:
+    def prepare_slot(self, peer: str, slot: int) -> Copy:
         self.check_peer(peer)
         source = self._peers[peer]
         if not 0 <= slot < source.num_slots:
             raise TransportError(f"{peer} has no slot {slot}")
         if not self._cells:
-            raise TransportError(f"more than {_SCRATCH_SLOTS} lease slots are being read at once")
+            raise TransportError(f"more than {_SCRATCH_SLOTS} READs at once")
         cell = self._cells.pop()
         self._scratch_words[cell] = 0
-        length = np.array([SLOT_BYTES], np.uint64)
-        local = _descriptors(np.array([self._scratch.address + cell * SLOT_BYTES], np.uint64), length)
-        remote = _descriptors(np.array([source.offer.slots_address + slot * SLOT_BYTES], np.uint64), length)
-        return self._launch(_Flight(peer, local, remote, cell=cell))
+        local = _descriptors(np.array([self._scratch.address + cell * SLOT_BYTES]), SLOT_BYTES)
+        remote = _descriptors(np.array([source.offer.slots_address + slot * SLOT_BYTES]), SLOT_BYTES)
+        return self._make_ready(_Flight(peer, local, remote, cell=cell))
+
+    def post(self, copy: Copy) -> None:
+        assert isinstance(copy, _Flight)
+        self._prepared.remove(copy)
+        failed = self._peers[copy.peer].failed
+        if failed is not None:
+            self._over(copy, failed)
+        else:
+            self._submit(copy)
+        if copy.error is not None:  # nothing of it can arrive any more
+            raise TransportError(copy.error)
+
+    def discard(self, copy: Copy) -> None:
+        assert isinstance(copy, _Flight)
+        if copy in self._prepared:
+            self._prepared.remove(copy)
+            self._release(copy)
+        self._free_cell(copy)
 
     def done(self, copy: Copy) -> bool:
         assert isinstance(copy, _Flight)
@@ -194,7 +223,7 @@ class NixlTransport:
         assert isinstance(copy, _Flight)
         assert copy.cell is not None
         nonce, lease_id = (int(word) for word in self._scratch_words[copy.cell])
-        self._cells.append(copy.cell)
+        self._free_cell(copy)
         return nonce, lease_id
 
     def progress(self) -> None:
@@ -206,27 +235,33 @@ class NixlTransport:
         del self._scratch_words
         self._scratch.close()
 
-    def _launch(self, flight: _Flight) -> _Flight:
-        """Post it. Raises `TransportError` when that fails; then nothing of it can arrive any more."""
-        self._submit(flight)
-        if flight.error is not None:
-            raise TransportError(flight.error)
+    def _make_ready(self, flight: _Flight) -> _Flight:
+        try:
+            self._prepare(flight)
+        except TransportError:
+            self._over(flight, "never posted")
+            raise
+        self._prepared.append(flight)
         return flight
 
-    def _submit(self, flight: _Flight) -> None:
+    def _prepare(self, flight: _Flight) -> None:
+        api = self._agent.api
         try:
-            flight.handle = self._prepare(flight)
+            local = api.get_xfer_descs(flight.local, flight.local_kind)
+            remote = api.get_xfer_descs(flight.remote, flight.remote_kind)
+            flight.handle = api.initialize_xfer("READ", local, remote, self._peers[flight.peer].offer.agent)
         except Exception as error:  # nothing has been posted: no fence is needed
-            self._over(flight, f"{flight.peer}: NIXL refuses the read: {error}")
-            return
+            raise TransportError(f"{flight.peer}: NIXL refuses the read: {error}") from None
+
+    def _submit(self, flight: _Flight) -> None:
+        if flight.handle is None:  # the agent for which it was prepared is gone
+            try:
+                self._prepare(flight)
+            except TransportError as error:
+                self._over(flight, str(error))
+                return
         self._flights.append(flight)
         self._took(flight, self._status("transfer", flight))
-
-    def _prepare(self, flight: _Flight) -> Any:
-        api = self._agent.api
-        local = api.get_xfer_descs(flight.local, flight.local_kind)
-        remote = api.get_xfer_descs(flight.remote, flight.remote_kind)
-        return api.initialize_xfer("READ", local, remote, self._peers[flight.peer].offer.agent)
 
     def _status(self, call: str, flight: _Flight) -> str:
         """``DONE``, ``PROC``, or what went wrong. No exception leaves here: its frames would keep the agent alive."""
@@ -238,7 +273,7 @@ class NixlTransport:
 
     def _took(self, flight: _Flight, status: str) -> None:
         if status == "DONE":
-            flight.handle.release()
+            self._release(flight)
             self._over(flight, None)
         elif status != "PROC":
             self._fence(flight, f"{flight.peer}: the read failed: {status}")
@@ -247,8 +282,13 @@ class NixlTransport:
         flight.over, flight.error, flight.handle = True, error, None
         if flight in self._flights:
             self._flights.remove(flight)
-        if error is not None and flight.cell is not None:
-            self._cells.append(flight.cell)
+        if error is not None:
+            self._free_cell(flight)
+
+    def _free_cell(self, flight: _Flight) -> None:
+        cell, flight.cell = flight.cell, None
+        if cell is not None:
+            self._cells.append(cell)
 
     # ------------------------------------------------------------------------------------------------------ fences
 
@@ -325,14 +365,8 @@ class NixlTransport:
         """
         if self._agent.api is not None:
             self._doomed.append(weakref.ref(self._agent.api.agent))
-        for flight in self._flights:
-            handle, flight.handle = flight.handle, None
-            try:
-                handle.release()
-            except Exception as error:
-                handle._released = True  # still active: it goes with the agent
-                log.debug("NIXL keeps a request until its agent goes: %s", str(error))  # a log may keep `error`
-            del handle
+        for flight in (*self._flights, *self._prepared):
+            self._release(flight)
         self._agent.loaded.clear()
         self._agent.api = None  # the last reference
         if self._any_alive():
@@ -340,13 +374,25 @@ class NixlTransport:
             if self._any_alive():
                 raise RuntimeError("NIXL's agent lives on, something still refers to it: its reads may go on")
 
+    def _release(self, flight: _Flight) -> None:
+        handle, flight.handle = flight.handle, None
+        if handle is None:
+            return
+        try:
+            handle.release()
+        except Exception as error:
+            handle._released = True  # still active: it goes with the agent
+            log.debug("NIXL keeps a request until its agent goes: %s", str(error))  # a log may keep `error`
+
     def _any_alive(self) -> bool:
         self._doomed = [agent for agent in self._doomed if agent() is not None]
         return bool(self._doomed)
 
 
-def _descriptors(addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], device: int = 0) -> Descriptors:
-    out = np.zeros((len(addresses), 3), dtype=np.uint64)
+def _descriptors(
+    addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64] | int, device: int = 0
+) -> Descriptors:
+    out = np.empty((len(addresses), 3), dtype=np.uint64)
     out[:, 0], out[:, 1], out[:, 2] = addresses, lengths, device
     return out
 

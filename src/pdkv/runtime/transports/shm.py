@@ -9,15 +9,17 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, TransportError
+from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, TransportError, check_ends
 from pdkv.runtime.wire import PeerMemory, ShmOffer
 
+_WORD = np.dtype("<u8")
 CPU_ONLY = "shared memory moves CPU pools only; use --transport nixl"
 
 
@@ -47,8 +49,13 @@ class _Peer:
 
 
 @dataclass(slots=True)
-class _Copied:
-    slot: tuple[int, int] | None = None
+class _Copy:
+    """``part`` is what to copy into the pool; None for a lease slot, whose ``value`` is there once it was read."""
+
+    peer: str
+    part: Slice | None = None
+    slot: int = 0
+    value: tuple[int, int] | None = None
 
 
 class ShmTransport:
@@ -100,29 +107,35 @@ class ShmTransport:
         if select.select([known.pidfd], [], [], 0)[0]:
             raise TransportError(f"peer {peer} is gone (process {known.pid} ended)")
 
-    def post(self, peer: str, part: Slice) -> Copy:
+    def prepare(self, peer: str, parts: Sequence[Slice]) -> list[Copy]:
         source = self._peer(peer).pool
-        for segment in part:
-            if (
-                segment.remote + segment.nbytes > source.nbytes
-                or segment.local + segment.nbytes > self._local.pool.nbytes
-            ):
-                raise TransportError(f"peer {peer}: a segment reaches outside the pool")
-            ctypes.memmove(self._local.pool.address + segment.local, source.address + segment.remote, segment.nbytes)
-        return _Copied()
+        for part in parts:
+            check_ends(peer, part, source.nbytes, self._local.pool.nbytes)
+        return [_Copy(peer, part) for part in parts]
 
-    def post_slot(self, peer: str, slot: int) -> Copy:
-        slots = self._peer(peer).slots
-        words = slots.array(np.dtype("<u8"), slots.nbytes // 8)
-        return _Copied((int(words[2 * slot]), int(words[2 * slot + 1])))
+    def prepare_slot(self, peer: str, slot: int) -> Copy:
+        return _Copy(peer, slot=slot)
+
+    def post(self, copy: Copy) -> None:
+        assert isinstance(copy, _Copy)
+        known = self._peer(copy.peer)
+        if copy.part is None:
+            words = known.slots.array(_WORD, known.slots.nbytes // _WORD.itemsize)
+            copy.value = (int(words[2 * copy.slot]), int(words[2 * copy.slot + 1]))
+            return
+        for remote, local, nbytes in copy.part.tolist():
+            ctypes.memmove(self._local.pool.address + local, known.pool.address + remote, nbytes)
+
+    def discard(self, copy: Copy) -> None:
+        pass
 
     def done(self, copy: Copy) -> bool:
         return True
 
     def slot_value(self, copy: Copy) -> tuple[int, int]:
-        assert isinstance(copy, _Copied)
-        assert copy.slot is not None
-        return copy.slot
+        assert isinstance(copy, _Copy)
+        assert copy.value is not None
+        return copy.value
 
     def progress(self) -> None:
         pass

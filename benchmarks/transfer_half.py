@@ -1,4 +1,4 @@
-"""Two instances' transfer halves on loopback, for the tests of this folder (no test in here)."""
+"""Two instances' transfer halves on loopback, without engines: for the transfer benchmark and tests/runtime."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pdkv.core.engine import Identity
-from pdkv.core.ports import Batch, FromPeer, Keepalive, MoverRestarted, Peer, Plan, PostRead, ReadEnded, RemoteSource
-from pdkv.core.transfer.lease import lease_token
+from pdkv.core.ports import Batch, Grant, Keepalive, Peer, Plan, PostRead, ReadEnded, RemoteSource
+from pdkv.core.transfer.proof import lease_token, proof_key, prove
 from pdkv.errors import FenceLost
 from pdkv.runtime.control import Control, PeerIdentity, TransferMemory
 from pdkv.runtime.device_memory import DeviceMemory
@@ -63,7 +64,7 @@ class Half:
         self.slots = SharedMemory(64 * 16)
         self.slot_words = self.slots.array(np.uint64, (64, 2))
         self.identity = Identity(engine_id=name, nonce=secrets.randbits(63), secret=secrets.token_bytes(32))
-        self.inbox: queue.Queue[object] = queue.Queue()
+        self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.failures: list[FenceLost] = []
         self.handles = 0
         self.control = Control(
@@ -98,34 +99,30 @@ class Half:
         self.blocks[:] = rng.integers(1, 255, self.blocks.shape, dtype=np.uint8)
 
     def grant(self, blocks: tuple[int, ...], *, lease_id: int = 7, slot: int = 3) -> RemoteSource:
-        """What the engine does: write the slot, make the token."""
+        """What the engine does: name the lease in its slot, prove the grant."""
         self.slot_words[slot] = (self.identity.nonce, lease_id)
-        tokens = 16 * len(blocks)
-        token = lease_token(
-            self.identity.secret,
-            lease_id=lease_id,
-            slot=slot,
+        secret = self.identity.secret
+        grant = Grant(
             block_ids=blocks,
-            num_tokens=tokens,
-            prompt_digest=b"",
-        )
-        return RemoteSource(
-            peer=self.peer,
-            request_id="r",
-            block_ids=blocks,
-            num_tokens=tokens,
+            num_tokens=16 * len(blocks),
             slot=slot,
             nonce=self.identity.nonce,
             lease_id=lease_id,
-            token=token,
+            token=lease_token(secret, lease_id),
+            proof=b"",
         )
+        proved = msgspec.structs.replace(grant, proof=prove(proof_key(secret), grant, b""))
+        return RemoteSource(peer=self.peer, request_id="r", grant=proved)
+
+    def plan_read(self, source: RemoteSource, local: tuple[int, ...], remote: tuple[int, ...] | None = None) -> Plan:
+        """The plan that posts one read, under the next handle."""
+        self.handles += 1
+        remote_blocks = np.asarray(remote if remote is not None else source.grant.block_ids, np.int32)
+        return empty_plan(reads=(PostRead(self.handles, source, remote_blocks, np.asarray(local, np.int32)),))
 
     def post(self, source: RemoteSource, local: tuple[int, ...], remote: tuple[int, ...] | None = None) -> int:
         """Submit one read; its handle."""
-        self.handles += 1
-        remote_blocks = np.asarray(remote if remote is not None else source.block_ids, np.int32)
-        read = PostRead(self.handles, source, remote_blocks, np.asarray(local, np.int32))
-        self.control.submit(empty_plan(reads=(read,)))
+        self.control.submit(self.plan_read(source, local, remote))
         return self.handles
 
     def submit(self, **fields: object) -> None:
@@ -149,6 +146,3 @@ class Half:
         assert isinstance(ended, ReadEnded)
         assert ended.handle == handle
         return ended
-
-
-__all__ = ["FromPeer", "Half", "MoverRestarted", "ReadEnded"]

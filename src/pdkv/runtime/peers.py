@@ -1,0 +1,196 @@
+"""The peers that this instance asks: one link to each, its handshake, and the heartbeats to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import zmq
+
+from pdkv.core.ports import Heartbeat, Keepalive, Peer, SendMessage
+from pdkv.runtime.doorkeeper import differing_facts
+from pdkv.runtime.peer_link import Handshake, PeerLink, name_of
+from pdkv.runtime.shown import REASON_CHARS, quoted, readable
+from pdkv.runtime.transfer_stats import TransferStats
+from pdkv.runtime.wire import Answer, Hello, HelloReply, Refused
+
+log = logging.getLogger("pdkv.control")
+
+_ANSWER_TIMEOUT_NS = 5 * 10**9
+_IDLE_LINK_NS = 60 * 10**9
+_NEW_LEASE_BEAT_NS = 10**9
+_UNKNOWN_LEASE_BEAT_NS = 10**9  # before the handshake
+_SHORTEST_BEAT_NS = 50_000_000  # whatever lease a peer claims to grant
+_MAX_LINKS = 1024
+
+
+@dataclass
+class Peers:
+    """All links of one instance. Used by the control thread only."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    engine_id: str
+    facts: Mapping[str, str]
+    bytes_per_block: int
+    stats: TransferStats
+    beat_ns: int
+    _links: dict[Peer, PeerLink] = field(default_factory=dict)
+    _settled: list[tuple[PeerLink, str | None]] = field(default_factory=list)
+    _seq: int = 0
+
+    def links(self) -> tuple[PeerLink, ...]:
+        """The connections to poll."""
+        return tuple(self._links.values())
+
+    def __contains__(self, peer: Peer) -> bool:
+        return peer in self._links
+
+    def link(self, peer: Peer, now_ns: int) -> PeerLink | str:
+        """The link to ``peer``, made if need be; or why there can be none."""
+        link = self._links.get(peer)
+        if link is not None:
+            link.last_used_ns = now_ns
+            return link
+        if len(self._links) >= _MAX_LINKS:
+            return f"{name_of(peer)}: already connected to {_MAX_LINKS} peers"
+        try:
+            link = self._links[peer] = PeerLink(self.context, peer, now_ns)
+        except (zmq.ZMQError, OverflowError, ValueError) as error:
+            return f"{name_of(peer)} is no address to connect to: {readable(str(error))}"
+        return link
+
+    # ------------------------------------------------------------------------------------------------- handshakes
+
+    def ask(self, link: PeerLink, now_ns: int) -> None:
+        """Begin a handshake, unless one is under way; what an earlier one has told no longer counts."""
+        if link.handshake is Handshake.ASKED:
+            return
+        self._seq += 1
+        link.hello_seq = self._seq
+        link.hello_deadline_ns = now_ns + _ANSWER_TIMEOUT_NS
+        link.handshake = Handshake.ASKED
+        link.send(
+            Hello(seq=link.hello_seq, engine_id=self.engine_id, target=link.peer.engine_id, facts=dict(self.facts))
+        )
+
+    def take_settled(self) -> list[tuple[PeerLink, str | None]]:
+        """Handshakes that have ended since the last call: why in vain, or None where ``link.reply`` stands."""
+        settled, self._settled = self._settled, []
+        return settled
+
+    def hear(self, link: PeerLink, limit: int, now_ns: int) -> None:
+        """Take what a peer answered."""
+        answers, dropped = link.receive(limit)
+        self.stats.dropped_frames += dropped
+        for answer in answers:
+            link.last_used_ns = now_ns
+            if link.handshake is Handshake.ASKED and answer.seq == link.hello_seq:
+                self._on_answer(link, answer)
+
+    def _on_answer(self, link: PeerLink, answer: Answer) -> None:
+        reason = self._unfit(link, answer)
+        if reason is None:
+            assert isinstance(answer, HelloReply)
+            link.handshake, link.reply = Handshake.DONE, answer
+            self._settled.append((link, None))
+            return
+        log.warning("%s refused: %s", name_of(link.peer), reason)
+        self._in_vain(link, Handshake.REFUSED, f"{name_of(link.peer)} refused the handshake: {reason}")
+
+    def _unfit(self, link: PeerLink, reply: Answer) -> str | None:
+        """Why there is no handshake with a peer that refused us, or that is none for us."""
+        if isinstance(reply, Refused):
+            return readable(reply.reason, REASON_CHARS)
+        if reply.engine_id != link.peer.engine_id:
+            return f"engine {quoted(link.peer.engine_id)} is gone, {quoted(reply.engine_id)} answers there now"
+        reason = differing_facts(self.engine_id, self.facts, reply.engine_id, reply.facts)
+        if reason is None and reply.memory.bytes_per_block != self.bytes_per_block:
+            reason = f"its blocks have {reply.memory.bytes_per_block} bytes, ours {self.bytes_per_block}"
+        return reason
+
+    def lost(self, link: PeerLink) -> None:
+        """The connection to a peer broke or was refused: no answer will come, so nobody need wait for one."""
+        if link.handshake is Handshake.ASKED:
+            cause = f"{name_of(link.peer)} is gone: it closed the connection, or nobody listens there"
+            self._in_vain(link, Handshake.NONE, cause)
+        elif link.handshake is Handshake.DONE:
+            link.handshake = Handshake.NONE
+
+    def _no_answer(self, link: PeerLink) -> None:
+        link.reopen()  # so that what queued up for a dead peer is not delivered to the next one there
+        cause = f"{name_of(link.peer)} did not answer the handshake within 5 s: is it reachable?"
+        self._in_vain(link, Handshake.NONE, cause)
+
+    def _in_vain(self, link: PeerLink, state: Handshake, problem: str) -> None:
+        link.handshake = state
+        self.stats.failed_handshakes += 1
+        self._settled.append((link, problem))
+
+    # ------------------------------------------------------------------------------------------------- messages
+
+    def send(self, messages: tuple[SendMessage, ...], now_ns: int) -> None:
+        """Send hints; lost ones are counted, no more."""
+        for message in messages:
+            link = self.link(message.peer, now_ns)
+            if not isinstance(link, PeerLink) or not link.send(message.message):
+                self.stats.lost_messages += 1
+            elif isinstance(message.message, Heartbeat):
+                self.stats.heartbeats_sent += 1
+
+    def keep_alive(self, keepalives: tuple[Keepalive, ...], now_ns: int) -> None:
+        """Make these the whole set of leases that are renewed."""
+        wanted = {keepalive.peer: keepalive.tokens for keepalive in keepalives}
+        for link in self.links():
+            if link.peer not in wanted:
+                link.tokens = ()
+        for peer, tokens in wanted.items():
+            if tokens:
+                self._keep(peer, tokens, now_ns)
+
+    def _keep(self, peer: Peer, tokens: tuple[bytes, ...], now_ns: int) -> None:
+        link = self.link(peer, now_ns)
+        if not isinstance(link, PeerLink):
+            log.warning("no heartbeats: %s", link)
+            return
+        if not set(tokens) <= set(link.tokens):
+            # A lease may be nearly over when its request reaches us: say so soon, at most once a second.
+            link.next_beat_ns = min(link.next_beat_ns, max(now_ns, link.last_beat_ns + _NEW_LEASE_BEAT_NS))
+        if link.handshake is Handshake.NONE:
+            self.ask(link, now_ns)
+        link.tokens = tokens
+
+    # ------------------------------------------------------------------------------------------------- timers
+
+    def tick(self, now_ns: int, *, engine_alive: bool) -> None:
+        """Heartbeats that are due (only for an engine that steps), answers that did not come, links nobody needs."""
+        for link in self.links():
+            if link.handshake is Handshake.ASKED and now_ns >= link.hello_deadline_ns:
+                self._no_answer(link)
+            if link.tokens and now_ns >= link.next_beat_ns:
+                self._beat(link, now_ns, engine_alive=engine_alive)
+            if not link.tokens and now_ns - link.last_used_ns > _IDLE_LINK_NS:
+                del self._links[link.peer]
+                link.close()
+
+    def _beat(self, link: PeerLink, now_ns: int, *, engine_alive: bool) -> None:
+        link.last_beat_ns = now_ns
+        link.next_beat_ns = now_ns + self._beat_ns(link)
+        if not engine_alive or link.handshake is Handshake.REFUSED:
+            return
+        if link.handshake is Handshake.NONE:
+            self.ask(link, now_ns)
+        self.stats.heartbeats_sent += link.beat()
+        link.last_used_ns = now_ns
+
+    def _beat_ns(self, link: PeerLink) -> int:
+        """A sixth of the lease: of the peer's once it has told, for it is the peer's clock that runs out."""
+        if link.reply is None:
+            return min(self.beat_ns, _UNKNOWN_LEASE_BEAT_NS)
+        return min(self.beat_ns, max(link.reply.lease_ns // 6, _SHORTEST_BEAT_NS))
+
+    def next_ns(self) -> int | None:
+        """When `tick` is wanted next; None when nothing is timed."""
+        times = [link.hello_deadline_ns for link in self._links.values() if link.handshake is Handshake.ASKED]
+        times += [link.next_beat_ns for link in self._links.values() if link.tokens]
+        return min(times, default=None)
