@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from pdkv.logs.printed import Printed
 from pdkv.logs.startup import RankLog, Settings, StartupLog
@@ -35,18 +37,34 @@ def graphs_subtracted(log: StartupLog) -> bool:
 
 
 def available_of(rank: RankLog, *, with_graphs: bool) -> Printed | None:
-    """Memory for KV of one rank: printed, given by hand, or what its other terms leave of what was requested.
+    """Memory for KV of one rank: given by hand, printed, or what its other terms leave of what was requested.
 
-    V0 printed only terms; workers other than the first print their terms and not the difference (DEBUG level).
+    Workers other than the first print their terms and not the difference (DEBUG level).
     """
     if rank.reserved is not None:
         return rank.reserved
-    if rank.available_kv is not None:
-        return rank.available_kv
-    if rank.requested is None or rank.non_kv is None:
+    return rank.available_kv if rank.available_kv is not None else left_of_requested(rank, with_graphs=with_graphs)
+
+
+def left_of_requested(rank: RankLog, *, with_graphs: bool) -> Printed | None:
+    """What the printed terms leave of the requested memory; ``None`` when a term is missing."""
+    if rank.requested is None:
         return None
-    left = rank.requested.minus(rank.non_kv)
+    left = rank.requested
+    if rank.non_kv is not None:
+        left = left.minus(rank.non_kv)
+    elif rank.weights is not None and rank.activation_peak is not None and rank.non_torch is not None:
+        left = left.minus(rank.weights).minus(rank.activation_peak).minus(rank.non_torch)
+    else:
+        return None
     return left.minus(rank.graph_estimate) if with_graphs and rank.graph_estimate is not None else left
+
+
+def requested_of(total: Printed, utilization: float) -> Printed:
+    """``total`` x ``utilization``, rounded up to a byte as vLLM does; as wide as the total's rounding."""
+    share = Fraction(str(utilization))
+    low, middle, high = (math.ceil(size * share) for size in (total.low_bytes, total.bytes, total.high_bytes))
+    return Printed(f"{utilization} of {total.text}", low, middle, high)
 
 
 def exact_bytes(settings: Settings) -> Printed | None:

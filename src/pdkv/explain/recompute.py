@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from pdkv.errors import ConfigError
 from pdkv.explain.report import GroupShape, Recomputed
@@ -81,12 +82,21 @@ def sizings(spec: ModelSpec, settings: Settings) -> Iterator[Sizing]:
     """
     windows = spec.has(*WINDOWED, LayerKind.CHUNKED_LOCAL)
     batches = (settings.max_num_batched_tokens,) if settings.max_num_batched_tokens else _UNKNOWN_BATCH
-    for rules, release_note in _rules(settings):
-        for batch in batches if windows else batches[:1]:
-            notes = [release_note] if release_note else []
-            if windows and settings.max_num_batched_tokens is None:
-                notes.append(f"max_num_batched_tokens {batch}")
-            yield _sizing(spec, settings, rules, batch, tuple(notes))
+    for (rules, release_note), dtype, batch in product(
+        _rules(settings), _kv_dtypes(spec, settings), batches if windows else batches[:1]
+    ):
+        notes = [release_note] if release_note else []
+        if dtype != (settings.kv_cache_dtype or "auto"):
+            notes.append(f"{dtype} KV, although the checkpoint asks for {spec.kv_dtype}")
+        if windows and settings.max_num_batched_tokens is None:
+            notes.append(f"max_num_batched_tokens {batch}")
+        yield _sizing(spec, replace(settings, kv_cache_dtype=dtype), rules, batch, tuple(notes))
+
+
+def _kv_dtypes(spec: ModelSpec, settings: Settings) -> tuple[str, ...]:
+    """What ``auto`` may have become: the KV type of a quantized checkpoint, or a copy of the model without one."""
+    dtype = settings.kv_cache_dtype or "auto"
+    return (dtype, _model_dtype(spec, settings)) if dtype == "auto" and spec.kv_dtype is not None else (dtype,)
 
 
 def _rules(settings: Settings) -> list[tuple[VllmRules, str]]:

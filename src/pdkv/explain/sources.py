@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdkv.errors import ConfigError, PdkvError
+from pdkv.explain.naming import find_named
 from pdkv.explain.report import Explanation
 from pdkv.explain.startup import explain_start
 from pdkv.logs.parser import read_startup_log
@@ -55,12 +56,7 @@ def explain_log(source: str, spec: ModelSpec | None = None) -> Explanation:
 
 def model_of(log: StartupLog) -> ModelSpec | None:
     """The model that a log names, when the catalogue knows it or its directory is on this machine."""
-    if log.settings.model is None:
-        return None
-    try:
-        return find_spec(log.settings.model).spec
-    except PdkvError:
-        return None
+    return None if log.settings.model is None else find_named(log.settings.model)
 
 
 def _directory(path: Path, spec: ModelSpec | None) -> Directory:
