@@ -1,7 +1,7 @@
 """Records what vLLM's own scheduler does when KV comes from elsewhere (format: tests/data/README.md).
 
 Run with a Python that has vLLM 0.32 (CPU build is enough; no model, no GPU, no network), from the root of this
-project: ``$VLLM_PYTHON tests/conformance/record.py tests/data/sched_remote.jsonl.gz``. The scheduler, block pool and
+project: ``$VLLM_PYTHON tests/conformance/record.py tests/data/sched_remote.jsonl.gz [SEED]``. The scheduler, block pool and
 hashes are vLLM's; the connector is a stub that promises tokens of a request's prompt and brings them, or fails to, some
 steps later. Nothing of vLLM's code is here.
 """
@@ -20,6 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import record_workloads
 import torch
 from record_workloads import Workload, sampled_token, workloads
 from vllm.config import (
@@ -356,8 +357,9 @@ class Recorder:
         }
 
 
-def main(target: Path) -> None:
-    """Record every workload into ``target`` (gzip JSON lines; the same bytes for the same rows)."""
+def main(target: Path, seed: int = 0) -> None:
+    """Record every workload into ``target`` (gzip JSON lines; the same bytes for the same rows and ``seed``)."""
+    record_workloads.offset = seed * 1000
     init_none_hash(sha256)
     directory = model_directory()
     lines = []
@@ -371,4 +373,4 @@ def main(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *(int(value) for value in sys.argv[2:]))

@@ -16,6 +16,9 @@ DEFAULTS: Row = {
 }  # fmt: skip
 
 
+offset = 0  # other workloads of the same kinds: set by the recorder before it asks for them
+
+
 def sampled_token(request_id: str, position: int) -> int:
     """Token of a request at an output position (as in sched_traces)."""
     return (sum(request_id.encode()) * 31 + position * 7) % 997
@@ -54,8 +57,8 @@ def make(
     priorities: int = 1,
     **config: Any,
 ) -> Workload:
-    """A random workload; the same for the same seed."""
-    rng = random.Random(seed)
+    """A random workload; the same for the same seed and `offset`."""
+    rng = random.Random(seed + offset)
     prefix = [rng.randrange(1000) for _ in range(shared)]
     requests = []
     for number in range(count):
