@@ -19,6 +19,10 @@ class DoesNotFit(PdkvError):
     """More memory was asked for than there is; the text carries both numbers in blocks or bytes."""
 
 
+class BlocksInUse(PdkvError):
+    """What was asked for needs an idle pool; the text says who holds how many blocks."""
+
+
 class BadRequest(PdkvError):
     """A request that can never be served as it stands (HTTP 400)."""
 

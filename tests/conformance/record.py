@@ -1,9 +1,9 @@
 """Records what vLLM's own scheduler does when KV comes from elsewhere (format: tests/data/README.md).
 
 Run with a Python that has vLLM 0.32 (CPU build is enough; no model, no GPU, no network), from the root of this
-project: ``$VLLM_PYTHON tests/conformance/record.py tests/data/sched_remote.jsonl.gz [SEED]``. The scheduler, block pool and
-hashes are vLLM's; the connector is a stub that promises tokens of a request's prompt and brings them, or fails to, some
-steps later. Nothing of vLLM's code is here.
+project: ``$VLLM_PYTHON tests/conformance/record.py tests/data/sched_remote.jsonl.gz [SEED]``. The scheduler, block
+pool and hashes are vLLM's; the connector is a stub that promises tokens of a request's prompt and brings them, or
+fails to, some steps later. Nothing of vLLM's code is here.
 """
 
 from __future__ import annotations

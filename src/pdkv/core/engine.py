@@ -37,7 +37,7 @@ from pdkv.core.scheduler.scheduler import Row, Scheduler
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.lease import LeaseSlots, SlotArray
 from pdkv.core.transfer.producer import Producer
-from pdkv.errors import BadRequest, DoesNotFit
+from pdkv.errors import BadRequest, BlocksInUse, DoesNotFit
 from pdkv.units import cdiv
 
 
@@ -196,6 +196,26 @@ class Engine:
         stride.advance(self.scheduler, self.manager, self.config, self.hash_function, tokens, self._next_step)
         self._next_step += steps
         self.scheduler.completed_step = self._next_step - 1
+
+    def reset_prefix_cache(self, now_ns: int, *, reset_running_requests: bool = False) -> bool:
+        """Forget all cached content (weights have changed, say); called with no plan outstanding.
+
+        Returns False, and has done nothing, while anybody holds a block. ``reset_running_requests`` first preempts all
+        that run, newest first, so that they resume in order. Raises `BlocksInUse` when blocks are held even then: KV in
+        flight, loaded, or kept for a peer (spec block-pool 2, scheduler 7).
+        """
+        assert not self._outstanding, "reset of the prefix cache while a plan is outstanding"
+        self._set_time(now_ns)
+        if reset_running_requests:
+            self.scheduler.preempt_all()
+        done = self.manager.pool.reset_prefix_cache()
+        if reset_running_requests and not done:
+            held = ", ".join(f"{view.request_id} ({view.blocks}, {view.account})" for view in self.manager.holders())
+            raise BlocksInUse(
+                f"the prefix cache cannot be reset: {self.config.num_blocks - 1 - self.manager.pool.num_free} blocks are "
+                f"still held, by {held}. Try again when these transfers and leases have ended"
+            )
+        return done
 
     # ----------------------------------------------------------------------------------------------------- looking
 

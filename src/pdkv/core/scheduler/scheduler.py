@@ -370,6 +370,12 @@ class Scheduler:
         times = (request.loaded_deadline_ns for request in self.holding)
         return min((time for time in times if time is not None), default=None)
 
+    def preempt_all(self) -> None:
+        """Take the blocks of all that run, newest first: they stand in the waiting queue in the order of before."""
+        self.blocked_by = None
+        while self.running:
+            self._preempt(self.running[-1], was_chosen=False)
+
     def _preempt(self, victim: Request, *, was_chosen: bool) -> None:
         self.running.remove(victim)
         if was_chosen:
