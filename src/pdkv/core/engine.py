@@ -211,9 +211,9 @@ class Engine:
         done = self.manager.pool.reset_prefix_cache()
         if reset_running_requests and not done:
             held = ", ".join(f"{view.request_id} ({view.blocks}, {view.account})" for view in self.manager.holders())
+            count = self.config.num_blocks - 1 - self.manager.pool.num_free
             raise BlocksInUse(
-                f"the prefix cache cannot be reset: {self.config.num_blocks - 1 - self.manager.pool.num_free} blocks are "
-                f"still held, by {held}. Try again when these transfers and leases have ended"
+                f"the prefix cache cannot be reset: {count} blocks are still held, by {held}. Try again when these transfers and leases have ended"
             )
         return done
 
