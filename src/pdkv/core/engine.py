@@ -210,10 +210,11 @@ class Engine:
             self.scheduler.preempt_all()
         done = self.manager.pool.reset_prefix_cache()
         if reset_running_requests and not done:
-            held = ", ".join(f"{view.request_id} ({view.blocks}, {view.account})" for view in self.manager.holders())
+            held = ", ".join(f"{one.request_id} ({one.blocks}, {one.account})" for one in self.manager.holders())
             count = self.config.num_blocks - 1 - self.manager.pool.num_free
             raise BlocksInUse(
-                f"the prefix cache cannot be reset: {count} blocks are still held, by {held}. Try again when these transfers and leases have ended"
+                f"the prefix cache cannot be reset: {count} blocks are still held, by {held}. "
+                "Try again when these transfers and leases have ended"
             )
         return done
 
