@@ -138,6 +138,13 @@ def test_capture_sizes() -> None:
     assert capture_sizes(replace(options, max_num_seqs=8), spec) == (1, 2, 4, 8, 16)
 
 
+def test_more_than_is_free_at_the_start_is_pointed_out() -> None:
+    (found,) = estimate(model(), replace(PlanOptions(**LOGGED), gpu_memory_utilization=0.995))
+    assert any("does not start: at most 0.993" in note for note in found.notes), "78.68 of 79.19 GiB are free"
+    parallel = replace(PlanOptions(**LOGGED), gpu_memory_utilization=0.98, tensor_parallel_size=2)
+    assert any("does not start" in note for note in estimate(model(), parallel)[0].notes)
+
+
 # --------------------------------------------------------------------------------------------------------- the planner
 
 

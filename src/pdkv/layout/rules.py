@@ -120,7 +120,7 @@ class VllmRules:
     @property
     def budget_is_measured(self) -> bool:
         """Whether memory budgets were compared with start-up logs of this release or one that works alike."""
-        return not self._since("0.21")
+        return self._since("0.10") and not self._since("0.21")
 
 
 DEFAULT_RULES = VllmRules()

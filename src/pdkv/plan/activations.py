@@ -75,9 +75,13 @@ def sampler_peak(text: Config, step: Step, rules: SamplerRules, processors: int)
     return kept + gathered + logits + scratch + _CUBLAS_BYTES
 
 
-def forward_peak(text: Config, parts: tuple[Part, ...], division: Division, step: Step) -> int:
-    """Bytes at the widest point of the widest decoder layer of ``parts``."""
-    widest = max((_layer_width(text, part, division) for part in parts if part.kind == "layer"), default=0)
+def layer_widths(text: Config, parts: tuple[Part, ...], division: Division) -> dict[int, int]:
+    """Elements a token at the widest point of every decoder layer."""
+    return {part.layer: _layer_width(text, part, division) for part in parts if part.layer is not None}
+
+
+def forward_peak(text: Config, widest: int, division: Division, step: Step) -> int:
+    """Bytes at the widest point of the widest layer, which has ``widest`` elements a token (`layer_widths`)."""
     in_layer = step.tokens * step.element_bytes * (widest + _HIDDEN_ALIVE * _hidden(text))
     return in_layer + _attention_workspace(text, division, step) + _CUBLAS_BYTES
 

@@ -53,7 +53,7 @@ def estimate(
     total, gpu = device_memory(options, calibration)
     requested = math.ceil(total * options.gpu_memory_utilization)
     weights = plan_weights(model, options, with_draft=is_part_of_model(options.speculative_method))
-    notes = _notes(options, gpu, weights, calibration)
+    notes = (*_notes(options, gpu, weights, calibration), *_start_check(options, total, requested, constants))
     corrections = Corrections() if calibration is None else _corrections(model, options, calibration, constants, total)
     return tuple(
         _facts(corrections.apply(terms), total, requested, options, notes)
@@ -182,8 +182,8 @@ def _activation(
         element_bytes=_ELEMENT_BYTES[options.model_dtype(model.spec)],
     )
     processors = _HOPPER_PROCESSORS if gpu is None else gpu.processors
-    parts = tuple(part for part in weights.parts if part.layer is None or part.layer in layers)
-    forward = forward_peak(text, parts, division, step)
+    widths = weights.layer_widths(division)
+    forward = forward_peak(text, max((widths.get(layer, 0) for layer in layers), default=0), division, step)
     vision = vision_peak({} if options.language_model_only else weights.config, text, step)
 
     def peak(rules: SamplerRules) -> int:
@@ -240,14 +240,26 @@ def _facts(terms: Terms, total: int, requested: int, options: PlanOptions, notes
     )
 
 
+def _start_check(options: PlanOptions, total: int, requested: int, constants: Measured | None) -> tuple[str, ...]:
+    """A note when vLLM would find less memory free at its start than it was told to take (spec memory-profile, 3)."""
+    held = (constants or measured(options.rules)).before_start(options.ranks)
+    if requested <= total - held:
+        return ()
+    most = math.floor(1000 * (total - held) / total) / 1000
+    return (
+        f"--gpu-memory-utilization {options.gpu_memory_utilization:g} asks for {format_bytes(requested)}, and about "
+        f"{format_bytes(total - held)} are free when vLLM checks, so that it does not start: at most {most:g}",
+    )
+
+
 def _notes(
     options: PlanOptions, gpu: Gpu | None, weights: PlannedWeights, calibration: Calibration | None
 ) -> tuple[str, ...]:
     found = list(weights.notes)
     if not options.rules.budget_is_measured and calibration is None:
         found.append(
-            f"no measurement of vLLM {options.rules.version} was compared with: activations and memory outside PyTorch "
-            "are unvalidated since 0.21 (rules read from the source, constants of 0.19)"
+            f"no start-up log of vLLM {options.rules.version} was there to compare with (there were of 0.14 to 0.19): "
+            "activations follow its source, memory outside PyTorch and CUDA graphs are those of 0.19, unvalidated"
         )
     if gpu is not None and not gpu.measured and options.gpu_memory_bytes is None:
         found.append(

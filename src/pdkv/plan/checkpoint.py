@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from pdkv.errors import ConfigError, UnsupportedModel
 from pdkv.models.fields import Config, text_config
 from pdkv.models.weights import Division, Weights, count_weights
-from pdkv.models.weights.matrices import Part
+from pdkv.plan.activations import layer_widths
 from pdkv.plan.options import PlanOptions
 from pdkv.source import PlannedModel
 from pdkv.units import MIB, format_bytes
@@ -47,11 +47,14 @@ class PlannedWeights:
     scale: Fraction = Fraction(1)
     layers: int = 0
     notes: tuple[str, ...] = ()
+    _widths: dict[Division, dict[int, int]] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """The matrices, where they are known."""
-        return () if self.counted is None else self.counted.parts
+    def layer_widths(self, division: Division) -> dict[int, int]:
+        """Elements a token at the widest point of every layer, counted once; empty where matrices are not known."""
+        if division not in self._widths:
+            parts = () if self.counted is None else self.counted.parts
+            self._widths[division] = layer_widths(self.text, parts, division)
+        return self._widths[division]
 
     @property
     def params(self) -> int | None:

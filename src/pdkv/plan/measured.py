@@ -19,13 +19,20 @@ class Measured:
     top of it: NCCL's channels and buffers for all-reduce, of a size that does not depend on the model (0.41 GiB up to
     0.16; 1.8 to 1.9 GiB in 0.19, which adds FlashInfer's workspaces where GPUs have NVLink). ``pipeline_only`` is all
     of a stage without tensor parallelism. ``per_graph`` is one captured CUDA graph (29 logs of 0.19: 0.65 to 1.79 GiB
-    for 102 of them).
+    for 102 of them). ``before_alone`` and ``before_parallel`` are held before vLLM looks how much is free: the CUDA
+    context, and NCCL (0.51 GiB on one GPU; 1.43 to 2.07 GiB on several).
     """
 
     alone: int
     tensor_parallel: int
     pipeline_only: int
     per_graph: int
+    before_alone: int = int(0.51 * GIB)
+    before_parallel: int = int(2.07 * GIB)
+
+    def before_start(self, ranks: int) -> int:
+        """Bytes that a process holds when vLLM checks that what it was told to take is free."""
+        return self.before_parallel if ranks > 1 else self.before_alone
 
     def non_torch(self, tensor_parallel: int, pipeline_parallel: int) -> int:
         """Bytes outside PyTorch's allocator on one rank."""

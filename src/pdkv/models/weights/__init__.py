@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdkv.errors import UnsupportedModel
 from pdkv.models.defaults import family, with_defaults
@@ -36,6 +36,7 @@ class Weights:
     quantization: Quantization
     text: Config
     notes: tuple[str, ...] = ()
+    _sizes: dict[tuple[Division, str], tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def params(self) -> int:
@@ -57,19 +58,25 @@ class Weights:
         tied = not any(matrix.name == "lm_head" for part in self.parts for matrix in part.matrices)
         drafts = any(part.kind == "draft" for part in self.parts)
         total = 0
-        for part in self.parts:
-            if (part.kind == "layer" and (layers is None or part.layer in layers)) or (part.kind == "before" and first):
-                total += self._bytes(part, division, dtype)
+        for part, size in zip(self.parts, self._part_sizes(division, dtype), strict=True):
+            if part.kind == "layer":
+                total += size if layers is None or part.layer in layers else 0
+            elif part.kind == "before" and first:
+                total += size
             elif part.kind == "before" and last and (tied or drafts):
                 embeddings = tuple(matrix for matrix in part.matrices if matrix.name == "embed_tokens")
-                total += self._bytes(Part("before", embeddings), division, dtype)
+                total += part_bytes(Part("before", embeddings), self.quantization, division, dtype)
             elif part.kind in ("after", "draft") and last:
-                total += self._bytes(part, division, dtype)
+                total += size
         rope = allocated(rope_bytes(self.text, _BYTES[dtype]))
         return RankWeights(total + rope, rope)
 
-    def _bytes(self, part: Part, division: Division, dtype: str) -> int:
-        return part_bytes(part, self.quantization, division, dtype)
+    def _part_sizes(self, division: Division, dtype: str) -> tuple[int, ...]:
+        """Bytes of every part on a rank, counted once: a comparison asks for the same divisions again and again."""
+        key = (division, dtype)
+        if key not in self._sizes:
+            self._sizes[key] = tuple(part_bytes(part, self.quantization, division, dtype) for part in self.parts)
+        return self._sizes[key]
 
 
 def count_weights(

@@ -114,7 +114,7 @@ def _of_method(section: Config, method: str, name: str) -> Format:
         case "awq" | "awq_marlin":
             return packed("awq", int(bits or 4), size, zero_points=bool(section.get("zero_point", True)))
         case "gptq" | "gptq_marlin" | "auto-round":
-            return packed(method, int(bits or 4), size, zero_points=not section.get("sym", True))
+            return packed(method, int(bits or 4), size, zero_points=True)  # there even when they are all the same
         case "nvfp4" | "fp4":
             return NVFP4
         case "w4a16_awq" | "nvfp4_awq":
