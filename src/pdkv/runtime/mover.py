@@ -4,11 +4,11 @@ On CPU pools it is a process: ``python -m pdkv.runtime.mover FD PARENT_PID`` tal
 inherited socket ``FD``, imports neither torch nor transformers, maps the instance's pool and slots from inherited
 descriptors, and dies with its parent. On GPU pools `MoverThread` runs the same `Mover` on a thread.
 
-A READ is moved in slices, round robin between handles, with at most `_UNDER_WAY` of a handle's under way: the next is
-there when one ends. They are prepared some at a time, before the first of them is posted: just after megabytes went
-through the caches every small thing takes several times as long. A handle is reported as ended only
-when nothing of it can touch the destination any more; one that cannot end (its peer is stopped) is not reported at all:
-the core's deadline then has this process killed.
+A READ is moved in slices, round robin between READs, with at most `_UNDER_WAY` of each under way, so that the next is
+there when one ends. Some slices at a time are prepared before the first of them is posted: just after megabytes went
+through the caches every small thing takes several times as long. The lease slot is posted when all data have arrived. A
+handle is reported as ended only when nothing of it can touch the destination any more; one that cannot end (its peer is
+stopped) is not reported at all: the core's deadline then has this process killed.
 """
 
 from __future__ import annotations

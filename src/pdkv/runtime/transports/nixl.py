@@ -19,7 +19,6 @@ GPU's memory for every kernel launched afterwards, which is when the engine firs
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import mmap
 import os
@@ -30,23 +29,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, TransportError, check_ends
+from pdkv.runtime.transports.nixl_api import Descriptors, descriptors, import_nixl, text
 from pdkv.runtime.wire import MemoryKind, NixlOffer, PeerMemory
 
 log = logging.getLogger("pdkv.mover")
 
-_MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 _SCRATCH_SLOTS = 16 * mmap.PAGESIZE // SLOT_BYTES  # one for each READ that the mover has
 _MAX_METADATA_BYTES = 1 << 20
 _DRAIN_S = 1.0
 _DRAIN_POLL_S = 0.0005
 _WORD = np.dtype("<u8")
-
-Int64Array = npt.NDArray[np.int64]
-Descriptors = npt.NDArray[np.uint64]  # [n, 3]: address, length in bytes, device
 
 
 @dataclass(slots=True)
@@ -90,7 +85,7 @@ class NixlTransport:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         os.environ.setdefault("UCX_LOG_LEVEL", "error")  # a fence drops requests on purpose: no warnings about it
-        self._api = _import_nixl()
+        self._api = import_nixl()
         self._memory = memory
         self._agent_name = agent_name
         self._renewals = 0
@@ -133,8 +128,8 @@ class NixlTransport:
                 name = self._agent.api.add_remote_agent(offer.metadata)
             except Exception as error:  # NIXL's exceptions share no base class of their own
                 raise TransportError(f"{peer}: NIXL does not take its agent ({error})") from error
-            if _text(name) != offer.agent:
-                raise TransportError(f"{peer}: its metadata is that of agent {_text(name)!r}, not {offer.agent!r}")
+            if text(name) != offer.agent:
+                raise TransportError(f"{peer}: its metadata is that of agent {text(name)!r}, not {offer.agent!r}")
             users = self._agent.loaded[offer.agent] = set()
         users.add(peer)
 
@@ -165,8 +160,8 @@ class NixlTransport:
         segments = np.concatenate(parts)
         check_ends(peer, segments, source.pool_bytes, pool.nbytes)
         offer = source.offer
-        local = _descriptors(segments[:, 1] + pool.address, segments[:, 2], pool.device)
-        remote = _descriptors(segments[:, 0] + offer.pool_address, segments[:, 2], offer.pool_device)
+        local = descriptors(segments[:, 1] + pool.address, segments[:, 2], pool.device)
+        remote = descriptors(segments[:, 0] + offer.pool_address, segments[:, 2], offer.pool_device)
         copies: list[Copy] = []
         at = 0
         try:
@@ -189,8 +184,8 @@ class NixlTransport:
             raise TransportError(f"more than {_SCRATCH_SLOTS} READs at once")
         cell = self._cells.pop()
         self._scratch_words[cell] = 0
-        local = _descriptors(np.array([self._scratch.address + cell * SLOT_BYTES]), SLOT_BYTES)
-        remote = _descriptors(np.array([source.offer.slots_address + slot * SLOT_BYTES]), SLOT_BYTES)
+        local = descriptors(np.array([self._scratch.address + cell * SLOT_BYTES]), SLOT_BYTES)
+        remote = descriptors(np.array([source.offer.slots_address + slot * SLOT_BYTES]), SLOT_BYTES)
         return self._make_ready(_Flight(peer, local, remote, cell=cell))
 
     def post(self, copy: Copy) -> None:
@@ -387,25 +382,3 @@ class NixlTransport:
     def _any_alive(self) -> bool:
         self._doomed = [agent for agent in self._doomed if agent() is not None]
         return bool(self._doomed)
-
-
-def _descriptors(
-    addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64] | int, device: int = 0
-) -> Descriptors:
-    out = np.empty((len(addresses), 3), dtype=np.uint64)
-    out[:, 0], out[:, 1], out[:, 2] = addresses, lengths, device
-    return out
-
-
-def _text(name: bytes | str) -> str:
-    return name.decode("utf-8", "replace") if isinstance(name, bytes) else name
-
-
-def _import_nixl() -> Any:
-    errors = []
-    for module in _MODULES:
-        try:
-            return importlib.import_module(module)
-        except ImportError as error:
-            errors.append(f"{module}: {error}")
-    raise TransportError(f"NIXL cannot be imported ({'; '.join(errors)})")
