@@ -123,7 +123,9 @@ def test_tensor_parallelism_divides_and_copies() -> None:
 def test_experts_are_divided_inside_or_handed_out_whole() -> None:
     experts = Matrix("experts.gate_up_proj", 2816, 2048, Split.EXPERT_COLUMN, count=64)
     assert experts.on_rank(Division(tensor_parallel=4)) == (704, 2048, 64)
-    assert experts.on_rank(Division(tensor_parallel=4, expert_parallel=4)) == (2816, 2048, 16)
+    assert experts.on_rank(Division(tensor_parallel=4, expert_parallel=True)) == (2816, 2048, 16)
+    assert experts.on_rank(Division(tensor_parallel=1, expert_ranks=8)) == (352, 2048, 64), "data parallel ranks share"
+    assert experts.on_rank(Division(tensor_parallel=1, expert_ranks=8, expert_parallel=True)) == (2816, 2048, 8)
 
 
 def test_ranks_of_a_stage_hold_its_layers() -> None:

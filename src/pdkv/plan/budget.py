@@ -160,8 +160,8 @@ def _stage(
 
 def _division(options: PlanOptions) -> Division:
     ranks = options.tensor_parallel_size
-    experts = ranks * options.data_parallel_size if options.enable_expert_parallel else 1
-    return Division(tensor_parallel=ranks, expert_parallel=experts)
+    shared = ranks * options.data_parallel_size * options.prefill_context_parallel_size
+    return Division(tensor_parallel=ranks, expert_ranks=shared, expert_parallel=options.enable_expert_parallel)
 
 
 def _activation(

@@ -73,7 +73,7 @@ class PlannedWeights:
             found = self.counted.on_rank(division, dtype, layers=layers, first=first, last=last)
             return found.rope_bytes + int((found.bytes - found.rope_bytes) * self.scale)
         stored = self.stored_bytes or 0
-        shared = (stored - self.whole_bytes) // max(division.tensor_parallel, division.expert_parallel)
+        shared = (stored - self.whole_bytes) // division.tensor_parallel
         return (shared + self.whole_bytes) * len(layers) // max(self.layers, 1)
 
     def off(self, rank_bytes: int) -> int:

@@ -45,7 +45,11 @@ class Weights:
 
     def file_bytes(self, dtype: str) -> int:
         """What the whole model takes as stored, what is not quantized in ``dtype``; without draft layers."""
-        return checkpoint_bytes((part for part in self.parts if part.kind != "draft"), self.quantization, dtype)
+        key = (Division(), f"files in {dtype}")
+        if key not in self._sizes:
+            kept = (part for part in self.parts if part.kind != "draft")
+            self._sizes[key] = (checkpoint_bytes(kept, self.quantization, dtype),)
+        return self._sizes[key][0]
 
     def on_rank(
         self, division: Division, dtype: str, *, layers: range | None = None, first: bool = True, last: bool = True

@@ -34,10 +34,15 @@ class Split(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Over how many ranks layers are divided, and whether experts are handed out whole (``expert_parallel`` groups)."""
+    """Over how many ranks layers are divided.
+
+    Experts are shared out over the ranks of all data-parallel engines (``expert_ranks``; 0: as many as
+    ``tensor_parallel``): each of them inside, or whole ones under ``expert_parallel`` (fused_moe/config.py).
+    """
 
     tensor_parallel: int = 1
-    expert_parallel: int = 1
+    expert_ranks: int = 0
+    expert_parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +91,9 @@ class Matrix:
             case Split.VOCAB:
                 padded = cdiv(self.rows, VOCAB_PADDING) * VOCAB_PADDING
                 return cdiv(padded, ranks), self.cols, self.count
-        if division.expert_parallel > 1:
-            return self.rows, self.cols, cdiv(self.count, division.expert_parallel)
+        ranks = division.expert_ranks or ranks
+        if division.expert_parallel:
+            return self.rows, self.cols, cdiv(self.count, ranks)
         if self.split is Split.EXPERT_COLUMN:
             return cdiv(self.rows, ranks), self.cols, self.count
         if self.split is Split.EXPERT_ROW:
