@@ -10,7 +10,7 @@ from pdkv.errors import ConfigError
 from pdkv.explain.report import GroupShape, Recomputed
 from pdkv.layout.backends import BACKENDS
 from pdkv.layout.build import BuiltCaches, KvSettings, boundary_layers, in_flight_tokens, stage_caches
-from pdkv.layout.capacity import Capacity, size_pool
+from pdkv.layout.capacity import Capacity, reported_tokens, size_pool
 from pdkv.layout.groups import Group, RankLayout, layouts_of_stages
 from pdkv.layout.rules import DEFAULT_RULES, NEWEST, OLDEST, VllmRules
 from pdkv.layout.specs import FULL_LIKE, WINDOWED, AttentionCache, Limits
@@ -46,6 +46,11 @@ class Sizing:
             rules=self.rules,
         )
 
+    @property
+    def blocks_per_request(self) -> int:
+        """Blocks of one request of the full length."""
+        return max(layout.blocks_for(self.length) for layout in self.layouts)
+
     def blocks_between(self, available: Sequence[Printed | None]) -> tuple[int, int] | None:
         """The fewest and the most blocks that the memory of every stage allows; ``None`` when none is known."""
         known = [
@@ -66,9 +71,13 @@ class Sizing:
             return None
         if engine.kv_cache_size_tokens is None:
             return None if engine.num_blocks is None else range(engine.num_blocks, engine.num_blocks + 1)
-        tokens = engine.kv_cache_size_tokens
-        low = _first(lambda count: self.capacity(count).kv_cache_size_tokens >= tokens)
-        high = _first(lambda count: self.capacity(count).kv_cache_size_tokens > tokens)
+        tokens, layout, per_request = engine.kv_cache_size_tokens, self.layouts[0], self.blocks_per_request
+
+        def printed(count: int) -> int:
+            return reported_tokens(layout, count, per_request, self.length, self.rules)
+
+        low = _first(lambda count: printed(count) >= tokens)
+        high = _first(lambda count: printed(count) > tokens)
         found = range(low, high)
         if engine.num_blocks is not None:
             return found if engine.num_blocks not in found else range(engine.num_blocks, engine.num_blocks + 1)
@@ -227,7 +236,8 @@ def judge(sizing: Sizing, available: Sequence[Printed | None], engine: EngineLog
             return None
         return Verdict(sizing, range(allowed[0], allowed[1] + 1), allowed, None, None)
     both = range(max(printed.start, allowed[0]), min(printed.stop, allowed[1] + 1)) if allowed else printed
-    agreeing = [count for count in both if _concurrency_agrees(sizing.capacity(count), engine)] if both else []
+    per_request = sizing.blocks_per_request
+    agreeing = [count for count in both if _concurrency_agrees(count, per_request, sizing.length, engine)]
     if agreeing:
         return Verdict(sizing, range(agreeing[0], agreeing[-1] + 1), allowed, printed, True)
     # Without agreement the numbers stand for what the memory allows: that is what was to be explained.
@@ -235,11 +245,12 @@ def judge(sizing: Sizing, available: Sequence[Printed | None], engine: EngineLog
     return Verdict(sizing, blocks, allowed, printed, False)
 
 
-def _concurrency_agrees(capacity: Capacity, engine: EngineLog) -> bool:
+def _concurrency_agrees(count: int, per_request: int, length: int, engine: EngineLog) -> bool:
+    """Whether so many blocks are printed with the same concurrency, decimals and all."""
     text = engine.concurrency_text
-    if text is None or engine.max_model_len != capacity.max_model_len:
+    if text is None or engine.max_model_len != length:
         return text is None
-    return f"{capacity.max_concurrency:.{len(text.partition('.')[2])}f}" == text
+    return f"{count / per_request:.{len(text.partition('.')[2])}f}" == text
 
 
 def recompute(

@@ -116,14 +116,12 @@ def size_pool(
     layout = layouts[bottleneck]
     per_request = max(rank.blocks_for(length) for rank in layouts)
     num_blocks = blocks[bottleneck]
-    concurrency = num_blocks / per_request
-    tokens = int(concurrency * length) if rules.tokens_follow_concurrency else _evenly_divided(layout, num_blocks)
     return Capacity(
         num_blocks=num_blocks,
         usable_blocks=max(0, num_blocks - rules.null_blocks),
         blocks_per_max_len_request=per_request,
-        kv_cache_size_tokens=tokens,
-        max_concurrency=concurrency,
+        kv_cache_size_tokens=reported_tokens(layout, num_blocks, per_request, length, rules),
+        max_concurrency=num_blocks / per_request,
         max_model_len=length,
         estimated_max_model_len=min(longest),
         fits=all(
@@ -138,6 +136,13 @@ def size_pool(
         available_bytes=available[bottleneck],
         needed_bytes=layout.bytes_for(length) + _kept_back(layout, rules),
     )
+
+
+def reported_tokens(layout: RankLayout, num_blocks: int, blocks_per_request: int, length: int, rules: VllmRules) -> int:
+    """The "KV cache size" that a release prints for a pool of ``num_blocks`` blocks."""
+    if rules.tokens_follow_concurrency:
+        return int(num_blocks / blocks_per_request * length)
+    return _evenly_divided(layout, num_blocks)
 
 
 def _evenly_divided(layout: RankLayout, num_blocks: int) -> int:
