@@ -13,7 +13,9 @@ app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, add_
 def explain(
     sources: Annotated[
         list[str],
-        typer.Argument(metavar="SOURCE...", help="A start-up log of vLLM, a directory of logs, or - (stdin)."),
+        typer.Argument(
+            metavar="SOURCE...", help="A start-up log of vLLM, - (stdin), a directory of logs; or two logs."
+        ),
     ],
     model: Annotated[
         str | None,
@@ -21,7 +23,7 @@ def explain(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
-    """Explain a start of vLLM: which printed numbers are true, where the memory went, and why it failed."""
+    """Explain a start of vLLM (which numbers are true, where memory went, why it failed), or what changed between two."""
     from pdkv.cli.explain_text import print_all
     from pdkv.explain.sources import explain_sources
 

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pdkv.explain.compare import Comparison
 from pdkv.explain.report import Explanation, Finding, Recomputed, Severity
 from pdkv.explain.sources import Answer, Directory
 from pdkv.units import format_bytes
@@ -19,6 +20,8 @@ def print_all(answer: Answer) -> None:
     console = Console(highlight=False, soft_wrap=True)
     if isinstance(answer, Directory):
         _print_directory(console, answer)
+    elif isinstance(answer, Comparison):
+        _print_comparison(console, answer)
     else:
         _print_start(console, answer)
 
@@ -94,3 +97,33 @@ def _print_directory(console: Console, directory: Directory) -> None:
     console.print(table, soft_wrap=False)
     for refused in directory.refused:
         console.print(f"[dim]{escape(refused.source)}[/]: {escape(refused.error)}")
+
+
+def _print_comparison(console: Console, comparison: Comparison) -> None:
+    change = comparison.difference
+    for name, start in (("A", comparison.a), ("B", comparison.b)):
+        seen = start.observed
+        tokens = seen["kv_cache_size_tokens"]
+        console.print(
+            f"[bold]{name}[/] {escape(start.source)}: vLLM {escape(seen['version'] or '?')}, "
+            f"{escape(seen['model'] or '?')}, " + ("no capacity printed" if tokens is None else f"{tokens:,} tokens")
+        )
+    if change.kv_bytes is not None:
+        console.print(f"\nmemory for KV, B - A: [bold]{_signed(change.kv_bytes)}[/]")
+        for cause in change.memory:
+            console.print(f"  {_signed(cause.bytes or 0):>14}  [cyan]{escape(cause.id)}[/]: {escape(cause.text)}")
+    if change.kv_cache_size_tokens is not None:
+        console.print(f"\nprinted tokens, B - A: [bold]{change.kv_cache_size_tokens:+,}[/]")
+        for cause in change.capacity:
+            console.print(f"  {cause.tokens or 0:>+14,}  [cyan]{escape(cause.id)}[/]: {escape(cause.text)}")
+    if change.changed:
+        console.print("\nsettings that differ")
+        for setting in change.changed:
+            console.print(f"  {setting.setting}: {escape(str(setting.a))} -> {escape(str(setting.b))}")
+    console.print()
+    for finding in change.findings:
+        print_finding(console, finding)
+
+
+def _signed(count: int) -> str:
+    return f"{'-' if count < 0 else '+'}{format_bytes(abs(count))}"

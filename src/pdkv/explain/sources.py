@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdkv.errors import ConfigError, PdkvError
+from pdkv.explain.compare import Comparison, compare
 from pdkv.explain.naming import find_named
 from pdkv.explain.report import Explanation
+from pdkv.explain.start import Start, read_start
 from pdkv.explain.startup import explain_start
 from pdkv.logs.parser import read_startup_log
 from pdkv.logs.startup import StartupLog
@@ -32,11 +34,11 @@ class Directory:
     refused: tuple[Refused, ...]
 
 
-Answer = Explanation | Directory
+Answer = Explanation | Directory | Comparison
 
 
 def explain_sources(sources: Sequence[str], *, model: str | None = None) -> Answer:
-    """Explain one log or a directory of logs.
+    """Explain one log or a directory of logs, or compare two logs.
 
     Raises ConfigError when a source cannot be read or is not what it should be.
     """
@@ -45,13 +47,21 @@ def explain_sources(sources: Sequence[str], *, model: str | None = None) -> Answ
         return _directory(Path(sources[0]), spec)
     if len(sources) == 1:
         return explain_log(sources[0], spec)
-    raise ConfigError(f"{len(sources)} sources: give one log or one directory")
+    if len(sources) == 2:
+        return compare(start_of(sources[0], spec), start_of(sources[1], spec))
+    raise ConfigError(f"{len(sources)} sources: give one log or directory, or two logs to compare")
 
 
 def explain_log(source: str, spec: ModelSpec | None = None) -> Explanation:
     """Explain the log ``source``, of the model ``spec`` or the one that the log names."""
+    start = start_of(source, spec)
+    return explain_start(start.source, start.log, start.spec)
+
+
+def start_of(source: str, spec: ModelSpec | None = None) -> Start:
+    """Read the log ``source``, of the model ``spec`` or the one that the log names."""
     log = read_startup_log(source)
-    return explain_start("standard input" if source == "-" else source, log, spec or model_of(log))
+    return read_start("standard input" if source == "-" else source, log, spec or model_of(log))
 
 
 def model_of(log: StartupLog) -> ModelSpec | None:
