@@ -23,7 +23,7 @@ def explain(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
-    """Explain a start of vLLM (which numbers are true, where memory went, why it failed), or what changed between two."""
+    """Explain a start of vLLM: which numbers are true, where memory went, why it failed; or compare two."""
     from pdkv.cli.explain_text import print_all
     from pdkv.explain.sources import explain_sources
 
