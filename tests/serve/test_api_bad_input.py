@@ -185,8 +185,17 @@ def test_request_ids_that_cannot_travel_are_refused(given: str) -> None:
 
 
 def test_unknown_paths_and_methods_are_error_objects() -> None:
-    assert get(FakeInstance(), "/v2").json()["error"]["message"] == "GET /v2: Not Found"
-    assert get(FakeInstance(), COMPLETIONS).status_code == 405
+    unknown = get(FakeInstance(), "/v2")
+    assert unknown.status_code == 404
+    assert "GET /v2: there is no such path here; there is POST /v1/completions" in unknown.json()["error"]["message"]
+    wrong = get(FakeInstance(), COMPLETIONS)
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.json()["error"]["message"] == "GET /v1/completions: this path takes POST"
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc", "/openapi.json"])
+def test_no_page_that_would_load_from_elsewhere(path: str) -> None:
+    assert get(FakeInstance(), path).status_code == 404
 
 
 def test_the_instances_own_refusal_is_a_400() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,7 +21,7 @@ from pdkv.serve.http import (
     StreamResponse,
     as_api_error,
     error_response,
-    install_error_handlers,
+    make_app,
     read_body,
     request_id_of,
     until_disconnect,
@@ -50,20 +50,15 @@ def create_app(instance: ServedInstance, telemetry: Telemetry, *, served_model_n
     """The application that serves ``instance``. ``telemetry`` must be the one that hears the instance's events."""
     api = InstanceApi(instance, telemetry, served_model_name or instance.info.model_name)
 
-    @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        yield
-        api.frontend.close()
-
-    app = FastAPI(title=f"pdkv {instance.info.role}", lifespan=lifespan)
-    install_error_handlers(app)
-    app.add_api_route("/v1/completions", api.completions, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"])
-    app.add_api_route("/v1/models", api.models, methods=["GET"])
-    app.add_api_route("/health", api.health, methods=["GET"])
-    app.add_api_route("/metrics", api.metrics, methods=["GET"])
-    app.add_api_route("/debug/memory", api.memory, methods=["GET"])
-    return app
+    routes = {
+        "POST /v1/completions": api.completions,
+        "POST /v1/chat/completions": api.chat,
+        "GET /v1/models": api.models,
+        "GET /health": api.health,
+        "GET /metrics": api.metrics,
+        "GET /debug/memory": api.memory,
+    }
+    return make_app(f"pdkv {instance.info.role}", routes, api.close)
 
 
 class InstanceApi:
@@ -75,6 +70,10 @@ class InstanceApi:
         self._telemetry = telemetry
         self._model_name = model_name
         self._created = int(time.time())
+
+    async def close(self) -> None:
+        """Stop what the front end runs beside the event loop."""
+        self.frontend.close()
 
     async def completions(self, request: Request) -> Response:
         """``POST /v1/completions``."""

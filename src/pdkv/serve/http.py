@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -85,7 +85,29 @@ def error_response(error: Exception, headers: dict[str, str] | None = None) -> J
     return JsonResponse(error.body(), status_code=error.status, headers=headers)
 
 
-def install_error_handlers(app: FastAPI) -> None:
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(title: str, routes: Mapping[str, Handler], close: Callable[[], Awaitable[None]]) -> FastAPI:
+    """An application of ``routes`` ("POST /v1/completions": its handler); ``close`` is awaited when it ends.
+
+    Without FastAPI's own pages: they load their scripts from another host, and the bodies are checked by us.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await close()
+
+    app = FastAPI(title=title, lifespan=lifespan, openapi_url=None)
+    for route, handler in routes.items():
+        method, path = route.split()
+        app.add_api_route(path, handler, methods=[method])
+    _install_error_handlers(app, ", ".join(routes))
+    return app
+
+
+def _install_error_handlers(app: FastAPI, routes: str) -> None:
     """Make every error of ``app``, unknown paths and methods included, an OpenAI error object."""
 
     async def ours(_request: Request, error: Exception) -> Response:
@@ -97,8 +119,12 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def of_starlette(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        text = f"{request.method} {request.url.path}: {error.detail}"
-        return JsonResponse(ApiError(error.status_code, text).body(), status_code=error.status_code)
+        asked, headers = f"{request.method} {request.url.path}", error.headers
+        text = {
+            404: f"{asked}: there is no such path here; there is {routes}",
+            405: f"{asked}: this path takes {(headers or {}).get('Allow', 'another method')}",
+        }.get(error.status_code, f"{asked}: {error.detail}")
+        return error_response(ApiError(error.status_code, text), dict(headers or {}))
 
     async def left(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from pdkv.serve.http import (
     JsonResponse,
     StreamResponse,
     error_response,
-    install_error_handlers,
+    make_app,
     read_body,
     request_id_of,
     until_disconnect,
@@ -322,20 +322,15 @@ def create_router_app(options: RouterOptions, client: httpx.AsyncClient | None =
     """The application of the proxy. ``client`` replaces the connection pool (it is closed with the application)."""
     router = Router(options, client)
 
-    @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await router.close()
-
-    app = FastAPI(title="pdkv router", lifespan=lifespan)
-    install_error_handlers(app)
-    for path in ("/v1/completions", "/v1/chat/completions"):
-        app.add_api_route(path, router.generate, methods=["POST"])
-    app.add_api_route("/v1/models", router.models, methods=["GET"])
-    app.add_api_route("/health", router.health, methods=["GET"])
-    app.add_api_route("/metrics", router.metrics, methods=["GET"])
-    app.add_api_route("/debug/memory", router.memory, methods=["GET"])
-    return app
+    routes = {
+        "POST /v1/completions": router.generate,
+        "POST /v1/chat/completions": router.generate,
+        "GET /v1/models": router.models,
+        "GET /health": router.health,
+        "GET /metrics": router.metrics,
+        "GET /debug/memory": router.memory,
+    }
+    return make_app("pdkv router", routes, router.close)
 
 
 def run(options: RouterOptions) -> int:
