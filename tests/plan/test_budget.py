@@ -127,6 +127,44 @@ def test_the_sampler_grows_with_requests_and_vocabulary() -> None:
     assert (wide.activation_bytes or 0) > 1.8 * (many.activation_bytes or 0)
 
 
+def test_a_vision_tower_keeps_what_it_made_of_the_images() -> None:
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 896,
+        "patch_size": 14,
+    }
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "sliding_window": 1024,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "rope_local_base_freq": 10000,
+    }
+    architecture = ["Gemma3ForConditionalGeneration"]
+    gemma = {"architectures": architecture, "model_type": "gemma3", "text_config": text, "vision_config": vision}
+    (found,) = estimate(model({**gemma, "torch_dtype": "bfloat16"}, "gemma-3-12b"), PlanOptions(**LOGGED))
+    # Field row L014: 23.31 GiB of weights, an activation peak of 3.94 GiB, 47.72 GiB for KV.
+    assert (found.weights_bytes or 0) / GIB == pytest.approx(23.31, abs=0.01)
+    assert (found.activation_bytes or 0) / GIB == pytest.approx(3.94, abs=0.02)
+    assert found.available_kv_bytes / GIB == pytest.approx(47.72, abs=0.05)
+    (blind,) = estimate(
+        model({**gemma, "torch_dtype": "bfloat16"}, "gemma-3-12b"), PlanOptions(**LOGGED, language_model_only=True)
+    )
+    assert (found.weights_bytes or 0) - (blind.weights_bytes or 0) > 0.75 * GIB
+    assert (found.activation_bytes or 0) - (blind.activation_bytes or 0) > 0.15 * GIB
+
+
 def test_capture_sizes() -> None:
     options = PlanOptions(**LOGGED)
     spec = model().spec

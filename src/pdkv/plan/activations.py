@@ -22,6 +22,8 @@ _CUBLAS_BYTES = 32 * MIB
 _HIDDEN_ALIVE = 4
 # MLA expands so many latents at once, at most (v1/attention/backends/mla/common.py, chunked prefill workspace).
 _MLA_CHUNK_TOKENS = 64 * 1024
+# Qwen's image processors allow 16,384 tokens an image (max_pixels, longest_edge in preprocessor_config.json).
+_LARGE_IMAGES, _LARGEST_IMAGE_TOKENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), 16384
 # DeepSeek's sparse indexer gathers the keys of so many requests of the longest length, 132 bytes a key.
 _INDEXER_GATHER, _INDEXER_KEY_BYTES = 40, 132
 _CHOSEN_EXPERTS = (
@@ -146,9 +148,12 @@ def vision_peak(config: Config, text: Config, step: Step) -> VisionPeak:
     size = int(first(vision, ("patch_size",)) or 14)
     width = int(first(vision, ("hidden_size", "embed_dim", "vt_hidden_size")) or 0)
     inner = int(first(vision, ("intermediate_size", "vt_intermediate_size")) or 4 * width)
-    patches = step.tokens * _patches_per_token(config, vision)
+    # An image of the largest size is encoded even if it has more tokens than a step.
+    tokens = max(step.tokens, _LARGEST_IMAGE_TOKENS if str(config.get("model_type")).startswith(_LARGE_IMAGES) else 0)
+    patches = tokens * _patches_per_token(config, vision)
     pixels = patches * 3 * size * size * int(vision.get("temporal_patch_size") or 1) * step.element_bytes
-    kept = pixels + step.tokens * _hidden(text) * step.element_bytes
+    levels = 1 + len(vision.get("deepstack_visual_indexes") or ())
+    kept = pixels + tokens * levels * _hidden(text) * step.element_bytes
     return VisionPeak(kept, kept + patches * (2 * inner + _HIDDEN_ALIVE * width) * step.element_bytes)
 
 

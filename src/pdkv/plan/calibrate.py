@@ -10,15 +10,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdkv.errors import ConfigError
 from pdkv.layout.dtypes import MODEL_DTYPES
-from pdkv.logs.parser import read_startup_log
-from pdkv.logs.startup import RankLog, Settings, StartupLog
 from pdkv.plan.options import PlanOptions
 from pdkv.plan.terms import Terms
 from pdkv.units import MIB
+
+if TYPE_CHECKING:
+    from pdkv.logs.startup import RankLog, Settings, StartupLog
 
 # Settings of a log -> options of a plan; those that change a term.
 _SETTINGS = (
@@ -109,6 +110,8 @@ def calibration(path: str | Path) -> Calibration:
 
     Raises ConfigError when it cannot be read, or when the start failed before it knew its memory for KV.
     """
+    from pdkv.logs.parser import read_startup_log  # few plans read a log, and all of them start faster without it
+
     log = read_startup_log(path)
     ranks = [rank for rank in log.ranks if rank.available_kv is not None]
     if not ranks:
