@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import compress, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -113,15 +113,19 @@ class Ledger:
 
     def claim(self, blocks: Int32Array, account: Account) -> Int32Array:
         """The first owner of ``blocks``, whose content is given up; returns those whose content could be hit so far."""
-        return self._change(blocks, _CLAIM[account]).that_were(self._hashed)
+        parts, steps = self._change(blocks, _CLAIM[account])
+        return parts.where([step.was_hashed for step in steps])
 
     def release(self, blocks: Int32Array, account: Account) -> tuple[Int32Array, Int32Array]:
         """One owner fewer; returns those that nobody holds any more: the ones without content, the ones with.
 
         Raises ``AssertionError`` if there was no owner (our own bug).
         """
-        changed = self._change(blocks, _RELEASE[account])
-        return changed.that_are(self._free), changed.that_are(self._cached)
+        parts, steps = self._change(blocks, _RELEASE[account])
+        return (
+            parts.where([step.enters is Account.FREE for step in steps]),
+            parts.where([step.enters is Account.CACHED for step in steps]),
+        )
 
     def move(self, blocks: Int32Array, source: Account, target: Account) -> None:
         """The same owner, another account."""
@@ -129,26 +133,26 @@ class Ledger:
 
     def set_hashed(self, blocks: Int32Array, hashed: bool) -> Int32Array:
         """Content of ``blocks`` can (no longer) be hit; returns those of which it could before."""
-        return self._change(blocks, _HASHED[hashed]).that_were(self._hashed)
+        parts, steps = self._change(blocks, _HASHED[hashed])
+        return parts.where([step.was_hashed for step in steps])
 
-    def _change(self, blocks: Int32Array, change: Change) -> _Parts:
-        """Put ``blocks`` into the states that ``change`` leads to."""
+    def _change(self, blocks: Int32Array, change: Change) -> tuple[_Parts, list[_Step]]:
+        """Put ``blocks`` into the states that ``change`` leads to; returns them by state before, with their steps."""
         if len(self._states) > self._most_states:
             self._drop_unused_states()
-        parts, leads, counts, account = self._parts(blocks), self._leads[change], self.counts, self._account
-        for before, some in zip(parts.numbers, parts.blocks, strict=True):
-            after = leads[before] if before in leads else self._lead(before, change)
-            parts.after.append(after)
+        parts, known, counts = self._parts(blocks), self._steps[change], self.counts
+        steps = [known[number] if number in known else self._step(number, change) for number in parts.numbers]
+        for step, some in zip(steps, parts.blocks, strict=True):
             if len(some) == 1:
-                self._single[some.item()] = after
+                self._single[some.item()] = step.after
             else:
-                self._number[some] = after
-            counts[account[before]] -= len(some)
-            counts[account[after]] += len(some)
-        for after in parts.after:
-            if counts[account[after]] > self.peaks[account[after]]:
-                self.peaks[account[after]] = counts[account[after]]
-        return parts
+                self._number[some] = step.after
+            counts[step.leaves] -= len(some)
+            counts[step.enters] += len(some)
+        for step in steps:
+            if counts[step.enters] > self.peaks[step.enters]:
+                self.peaks[step.enters] = counts[step.enters]
+        return parts, steps
 
     def _parts(self, blocks: Int32Array) -> _Parts:
         """``blocks`` by the states they are in."""
@@ -173,33 +177,19 @@ class Ledger:
 
     def _name_states(self, states: list[BlockState]) -> None:
         """Number ``states`` from 0 on; those met later follow."""
-        self._states: list[BlockState] = []
-        self._numbers: dict[BlockState, int] = {}
-        self._leads: defaultdict[Change, dict[int, int]] = defaultdict(dict)  # from number to number
-        self._account: list[Account] = []  # facts of the states, by number
-        self._hashed: list[bool] = []
-        self._free: list[bool] = []
-        self._cached: list[bool] = []
-        self._idle: list[bool] = []
-        for state in states:
-            self._name(state)
+        self._states = states
+        self._numbers = {state: number for number, state in enumerate(states)}
+        self._steps: defaultdict[Change, dict[int, _Step]] = defaultdict(dict)  # by number of the state before
 
-    def _name(self, state: BlockState) -> int:
-        number = self._numbers.get(state)
-        if number is None:
-            number = self._numbers[state] = len(self._states)
+    def _step(self, number: int, change: Change) -> _Step:
+        """Where ``change`` leads to from the state that has ``number``."""
+        before = self._states[number]
+        state = before.after(change)
+        after = self._numbers.setdefault(state, len(self._states))
+        if after == len(self._states):
             self._states.append(state)
-            self._account.append(state.account)
-            self._hashed.append(state.hashed)
-            self._free.append(state.account is Account.FREE)
-            self._cached.append(state.account is Account.CACHED)
-            self._idle.append(state.account in (Account.FREE, Account.CACHED))
-        return number
-
-    def _lead(self, before: int, change: Change) -> int:
-        """The number of the state that ``change`` leads to from state number ``before``."""
-        after = self._leads[change][before] = self._name(self._states[before].after(change))
-        return after
+        step = self._steps[change][number] = _Step(after, before.account, state.account, before.hashed)
+        return step
 
     def _drop_unused_states(self) -> None:
         used = np.flatnonzero(np.bincount(self._number))
@@ -213,7 +203,7 @@ class Ledger:
 
     def hashed(self, blocks: Int32Array) -> BoolArray:
         """bool[n]: which of ``blocks`` carry content that can be hit."""
-        by_number: BoolArray = np.array(self._hashed)
+        by_number: BoolArray = np.array([state.hashed for state in self._states])
         return by_number[self._number[blocks]]
 
     @property
@@ -228,11 +218,12 @@ class Ledger:
 
     def idle(self, blocks: Int32Array) -> Int32Array:
         """int32[m]: those of ``blocks`` that nobody holds, in order."""
-        return self._parts(blocks).that_were(self._idle)
+        parts = self._parts(blocks)
+        return parts.where([self._states[number].owners == 0 for number in parts.numbers])
 
     def account_of(self, block: int) -> Account:
         """The one account ``block`` is in."""
-        return self._account[self._single[block]]
+        return self._states[self._single[block]].account
 
     def as_dict(self) -> dict[str, int]:
         """Blocks per account, by the account's lower-case name; sums to ``num_blocks``."""
@@ -250,14 +241,21 @@ class Ledger:
             counts[state.account] += amount
         assert counts == self.counts, "ledger: counts differ"
         assert sum(counts) == self.num_blocks, "ledger: accounts do not add up to the pool"
-        assert [state.account for state in self._states] == self._account, "ledger: the account of a state differs"
-        assert self._account[self._single[0]] is Account.NULL, "ledger: block 0 is not the null block"
+        assert self.account_of(0) is Account.NULL, "ledger: block 0 is not the null block"
         assert all(peak >= count for peak, count in zip(self.peaks, counts, strict=True)), "ledger: a peak was missed"
 
 
-@dataclass(slots=True, eq=False)
-class _Parts:
-    """Blocks by state: ``blocks[i]`` are in the state that has ``numbers[i]``, and come into that of ``after[i]``.
+class _Step(NamedTuple):
+    """What a change does to the blocks of one state: ``after`` is the number of the state that they come into."""
+
+    after: int
+    leaves: Account
+    enters: Account
+    was_hashed: bool
+
+
+class _Parts(NamedTuple):
+    """Blocks by state: ``blocks[i]`` are in the state that has ``numbers[i]``.
 
     The parts lie one behind the other in ``whole``, in this order; or ``mixed`` is int32[n], the number of each block.
     """
@@ -266,17 +264,9 @@ class _Parts:
     numbers: list[int]
     blocks: list[Int32Array]
     mixed: Int32Array | None = None
-    after: list[int] = field(default_factory=list)
 
-    def that_were(self, fact: list[bool]) -> Int32Array:
-        """int32[m]: the blocks of whose state before ``fact`` is true, in order."""
-        return self._where([fact[number] for number in self.numbers])
-
-    def that_are(self, fact: list[bool]) -> Int32Array:
-        """int32[m]: the blocks of whose state after ``fact`` is true, in order."""
-        return self._where([fact[number] for number in self.after])
-
-    def _where(self, chosen: list[bool]) -> Int32Array:
+    def where(self, chosen: list[bool]) -> Int32Array:
+        """int32[m]: the blocks of the ``chosen`` parts, in the order in which they stand in the whole."""
         count = sum(chosen)
         if count == 0:
             return _EMPTY
@@ -285,7 +275,5 @@ class _Parts:
         if count == 1:
             return self.blocks[chosen.index(True)]
         if self.mixed is None:
-            return np.concatenate([some for some, true in zip(self.blocks, chosen, strict=True) if true])
-        return self.whole[
-            np.isin(self.mixed, [number for number, true in zip(self.numbers, chosen, strict=True) if true])
-        ]
+            return np.concatenate(list(compress(self.blocks, chosen)))
+        return self.whole[np.isin(self.mixed, list(compress(self.numbers, chosen)))]

@@ -14,8 +14,9 @@ of those at one place the first in order of layers is the first inserted:
     layer 2  B1 B2 B3 B4
     layer 3        A3 A4          a hit is A1 A2 B3 B4; once A1 is evicted, B1 A2 B3 B4
 
-Each block knows the layer and the place in it where it stands. Dropping it changes just that, so an eviction costs the
-same whatever it evicts; entries left behind are swept out when they are as many as half of the pool.
+Each block knows the layer and the place in it where it stands; dropping it changes just that, and the layer's count of
+blocks that are left. A layer, and a run, of which nothing is left is gone at once. Where a part is left the rest stays,
+and is swept out when such entries are as many as half of the pool.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 
 import numpy as np
 
@@ -34,7 +36,6 @@ from pdkv.core.ports import BoolArray, Int32Array
 
 _SHIFT = 32  # a block's place is layer number << 32 | position in the layer; 0: it carries no hash
 _POSITION = (1 << _SHIFT) - 1
-_FEW_LAYERS = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +45,8 @@ class _Run:
     depth: int
     digest_bytes: int
     digests: bytearray
-    layers: list[_Layer] = field(default_factory=list)
-    most_layers: int = _FEW_LAYERS  # with more it is rebuilt, without what belongs to no block any more
+    layers: dict[int, _Layer] = field(default_factory=dict)  # by number, which is the order of insertion
+    dead: int = 0  # entries, those of layers that are gone included, that belong to no block any more
 
     def __len__(self) -> int:
         return len(self.digests) // self.digest_bytes
@@ -69,12 +70,13 @@ class _Run:
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """``blocks[i]`` was cached with the content of the run's hash ``start + i``."""
+    """``blocks[i]`` was cached with the content of the run's hash ``start + i``; ``alive`` of them still hold it."""
 
     number: int
     run: _Run
     start: int
     blocks: array[int]
+    alive: int = 0
 
     @property
     def end(self) -> int:
@@ -84,7 +86,7 @@ class _Layer:
     def ends_run(self, position: int) -> bool:
         """Whether this is the last layer, ``position`` its last block, and no content of the run goes beyond it."""
         run, count = self.run, len(self.blocks)
-        return position == count - 1 and run.layers[-1] is self and self.start + count == len(run)
+        return position == count - 1 and next(reversed(run.layers)) == self.number and self.start + count == len(run)
 
 
 class RunPrefixIndex:
@@ -105,7 +107,7 @@ class RunPrefixIndex:
         self._depths: Counter[int] = Counter()  # how many runs begin there
         self._layers: dict[int, _Layer] = {}
         self._last_number = 0
-        self._dead = 0  # at most so many entries of layers belong to no block any more
+        self._dead = 0  # over all runs
 
     # -------------------------------------------------------------------------------------------------------- looking
 
@@ -126,26 +128,22 @@ class RunPrefixIndex:
 
     def _first_blocks(self, run: _Run, length: int) -> Int32Array:
         """int32[m]: first inserted blocks of the run's first hashes, at most ``length``, to the first without any."""
-        blocks: Int32Array | None = None
-        for layer in run.layers:
-            if layer.start >= length:
-                continue
-            ids, alive = self._entries(layer, length - layer.start)
-            if blocks is None:
-                if len(ids) == length and np.count_nonzero(alive) == length:
-                    return ids
-                blocks = np.zeros(length, dtype=np.int32)
-            window = blocks[layer.start : layer.start + len(ids)]
-            np.copyto(window, ids, where=alive & (window == 0))
-            if np.count_nonzero(blocks) == length:
-                return blocks
-        assert blocks is not None, "run index: content without a layer"
+        blocks = np.zeros(length, dtype=np.int32)
+        for layer in run.layers.values():
+            if layer.start < length:
+                ids, alive = self._entries(layer, length - layer.start)
+                window = blocks[layer.start : layer.start + len(ids)]
+                np.copyto(window, ids, where=alive & (window == 0))
+                if np.count_nonzero(blocks) == length:
+                    return blocks
         return blocks[: int(np.argmin(blocks))]
 
     def _entries(self, layer: _Layer, most: int) -> tuple[Int32Array, BoolArray]:
         """int32[n] and bool[n]: the layer's first blocks, at most ``most``; which of them still hold what they held."""
         count = min(len(layer.blocks), most)
         ids: Int32Array = np.frombuffer(layer.blocks, dtype=np.int32, count=count).copy()  # who looks in forbids growth
+        if layer.alive == len(layer.blocks):
+            return ids, np.ones(count, dtype=np.bool_)
         first = layer.number << _SHIFT
         return ids, self._place.take(ids) == np.arange(first, first + count)
 
@@ -168,7 +166,6 @@ class RunPrefixIndex:
         assert np.count_nonzero(self._place.take(blocks)) == 0, "a block already carries a hash"
         layer, run, position = self._behind(hashes, first, before)
         at, end = first, first + len(blocks)
-        crowded: list[_Run] = []
         while at < end:
             count = min(run.same(position, hashes, at), end - at) if run else 0
             if not count:
@@ -177,17 +174,15 @@ class RunPrefixIndex:
                     layer, run, position = None, known, 0
                     continue
                 count = self._new_until(hashes, at, end) - at
-                if run is None or position < len(run):
-                    layer, run, position = None, self._new_run(hashes, at), 0
-                run.digests += hashes.joined(at, at + count)
+                new = hashes.joined(at, at + count)
+                if run is not None and position == len(run):
+                    run.digests += new
+                else:
+                    layer, run, position = None, self._enter(_Run(at, len(new) // count, bytearray(new))), 0
             assert run is not None
             self._put(run, position, blocks[at - first : at - first + count], layer)
-            if len(run.layers) > run.most_layers:
-                crowded.append(run)
             at += count
             position += count
-        for run in crowded:  # content that is cached and evicted again and again
-            self._rebuild(run, any_alive=True)
 
     def insert_each(
         self, chains: Sequence[HashChain], entries: Sequence[int], blocks: Sequence[int], before: Sequence[int]
@@ -201,6 +196,7 @@ class RunPrefixIndex:
                 assert not self._single[block], f"block {block} already carries a hash"
                 layer.run.digests += key  # new content at the end of a run: nothing else can stand there
                 layer.blocks.append(block)
+                layer.alive += 1
                 self._single[block] = place + 1
             else:
                 self.insert(hashes, entry, np.asarray([block], dtype=np.int32), last)
@@ -228,11 +224,10 @@ class RunPrefixIndex:
             return end
         return min((depth for depth in self._depths if at < depth < end and hashes[depth] in self._heads), default=end)
 
-    def _new_run(self, hashes: HashChain, at: int) -> _Run:
-        """A run that begins with ``hashes[at]``, still empty."""
-        head = hashes[at]
-        run = self._heads[head] = _Run(at, len(head), bytearray())
-        self._depths[at] += 1
+    def _enter(self, run: _Run) -> _Run:
+        """From now on ``run``, which has its first hash, can be found."""
+        self._heads[run.digest(0)] = run
+        self._depths[run.depth] += 1
         return run
 
     def _put(self, run: _Run, position: int, blocks: Int32Array, layer: _Layer | None) -> None:
@@ -240,7 +235,8 @@ class RunPrefixIndex:
         if layer is None or layer.end != position or self._covered_behind(layer, position):
             self._last_number += 1
             layer = self._layers[self._last_number] = _Layer(self._last_number, run, position, array("i"))
-            run.layers.append(layer)
+            run.layers[layer.number] = layer
+        layer.alive += len(blocks)
         place = (layer.number << _SHIFT) + len(layer.blocks)
         if len(blocks) == 1:
             block = blocks.item()
@@ -253,8 +249,8 @@ class RunPrefixIndex:
     @staticmethod
     def _covered_behind(layer: _Layer, position: int) -> bool:
         """Whether layers behind this one have, at ``position`` or later, blocks that were inserted before."""
-        layers = layer.run.layers
-        return layers[-1] is not layer and any(other.end > position for other in layers[layers.index(layer) + 1 :])
+        behind = takewhile(lambda other: other is not layer, reversed(layer.run.layers.values()))
+        return any(other.end > position for other in behind)
 
     def add_alias(self, key: bytes, block: int) -> None:
         """``block`` also holds the content of ``key``, which ends inside it."""
@@ -264,61 +260,61 @@ class RunPrefixIndex:
 
     def drop(self, blocks: Int32Array) -> None:
         """Forget what ``blocks`` hold."""
-        self._place[blocks] = 0
         self._partial.drop(blocks)
-        self._dead += len(blocks)
+        if len(blocks) == 1:
+            block = blocks.item()
+            number, self._single[block] = self._single[block] >> _SHIFT, 0
+            self._lose(number, 1)
+        else:  # a request's blocks come one after the other, in few stretches
+            numbers = self._place.take(blocks) >> _SHIFT
+            self._place[blocks] = 0
+            cuts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(blocks)]
+            for first, end in pairwise(cuts):
+                self._lose(numbers.item(first), end - first)
         if self._dead > self._most_dead:
-            self._sweep()
+            for run in [run for run in self._heads.values() if run.dead]:
+                self._rebuild(run)
 
-    def _sweep(self) -> None:
-        """Rebuild the runs that have entries which belong to no block any more."""
-        self._dead = 0
-        layers = list(self._layers.values())
-        if not layers:
+    def _lose(self, number: int, count: int) -> None:
+        """``count`` blocks of layer ``number`` (0: of none) hold what they held no longer."""
+        if not number:
             return
-        lengths = np.array([len(layer.blocks) for layer in layers])
-        starts = np.cumsum(lengths) - lengths
-        ids = np.concatenate([np.frombuffer(layer.blocks, dtype=np.int32) for layer in layers])
-        bases = np.array([layer.number << _SHIFT for layer in layers])
-        places = np.arange(len(ids)) + np.repeat(bases - starts, lengths)
-        alive = np.add.reduceat(self._place.take(ids) == places, starts, dtype=np.int64)
-        living: Counter[_Run] = Counter()
-        for layer, count in zip(layers, alive.tolist(), strict=True):
-            living[layer.run] += count
-        for at in np.flatnonzero(alive < lengths).tolist():
-            run = layers[at].run
-            if run in living:
-                self._rebuild(run, any_alive=living.pop(run) > 0)
+        layer = self._layers[number]
+        run = layer.run
+        layer.alive -= count
+        run.dead += count
+        self._dead += count
+        if not layer.alive:
+            del self._layers[number], run.layers[number]
+            if not run.layers:
+                self._remove(run)
 
-    def _rebuild(self, run: _Run, *, any_alive: bool) -> None:
-        """In place of ``run``, runs of the stretches that blocks hold, with layers of the blocks that hold them."""
+    def _remove(self, run: _Run) -> None:
         del self._heads[run.digest(0)]
         self._depths[run.depth] -= 1
         if not self._depths[run.depth]:
             del self._depths[run.depth]
-        for layer in run.layers:
-            del self._layers[layer.number]
-        if not any_alive:
-            return
+        self._dead -= run.dead
+
+    def _rebuild(self, run: _Run) -> None:
+        """In place of ``run``, runs of the stretches that blocks hold, with layers of the blocks that hold them."""
+        self._remove(run)
         kept: list[tuple[int, Int32Array]] = []
         held = np.zeros(len(run), dtype=np.bool_)
-        for layer in run.layers:
+        for layer in run.layers.values():
+            del self._layers[layer.number]
             ids, alive = self._entries(layer, len(run))
             held[layer.start : layer.end] |= alive
             kept += [(layer.start + first, ids[first:end]) for first, end in _stretches(alive)]
-        runs: list[tuple[int, _Run]] = []
-        size = run.digest_bytes
+        firsts: list[int] = []
+        rests: list[_Run] = []
         for first, end in _stretches(held):
-            rest = _Run(run.depth + first, size, run.digests[first * size : end * size])
-            self._heads[rest.digest(0)] = rest
-            self._depths[rest.depth] += 1
-            runs.append((first, rest))
-        firsts = [first for first, _ in runs]
+            digests = run.digests[first * run.digest_bytes : end * run.digest_bytes]
+            firsts.append(first)
+            rests.append(self._enter(_Run(run.depth + first, run.digest_bytes, digests)))
         for start, ids in kept:
-            first, rest = runs[bisect_right(firsts, start) - 1]
-            self._put(rest, start - first, ids, None)
-        for _, rest in runs:
-            rest.most_layers = max(_FEW_LAYERS, 2 * len(rest.layers))
+            at = bisect_right(firsts, start) - 1
+            self._put(rests[at], start - firsts[at], ids, None)
 
     # ------------------------------------------------------------------------------------------------------- checking
 
@@ -326,7 +322,7 @@ class RunPrefixIndex:
         """All there is, for checks: the blocks of each hash, the first inserted in front."""
         found = self._partial.contents()
         for run in self._heads.values():
-            for layer in run.layers:
+            for layer in run.layers.values():
                 ids, alive = self._entries(layer, len(run))
                 for position in np.flatnonzero(alive).tolist():
                     found.setdefault(run.digest(layer.start + position), []).append(ids.item(position))
@@ -341,7 +337,10 @@ class RunPrefixIndex:
         stored = 0
         for head, run in self._heads.items():
             assert run.digest(0) == head, "run index: a run stands under another hash than its first"
-            for layer in run.layers:
+            assert run.layers, "run index: a run that no block holds"
+            for layer in run.layers.values():
+                assert layer.alive == np.count_nonzero(self._entries(layer, len(run))[1]), "run index: blocks left"
+                assert layer.alive > 0, "run index: a layer of which nothing is left"
                 assert self._layers[layer.number] is layer, "run index: a layer is not known by its number"
                 assert layer.run is run, "run index: a layer names another run"
                 assert 0 <= layer.start < layer.end <= len(run), "run index: a layer reaches beyond its run"
@@ -351,6 +350,7 @@ class RunPrefixIndex:
         found = {(key, block) for key, blocks in self.contents().items() for block in blocks}
         partial = {(key, block) for key, blocks in self._partial.contents().items() for block in blocks}
         assert held == found - partial, "run index: hashes of blocks and blocks of hashes differ"
+        assert sum(run.dead for run in self._heads.values()) == self._dead, "run index: dead entries differ"
         assert stored - np.count_nonzero(self._place) <= self._dead, "run index: dead entries are not counted"
 
 
