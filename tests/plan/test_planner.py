@@ -37,6 +37,7 @@ def test_the_whole_answer(llama_70b: PlannedModel) -> None:
     report = make_plan(llama_70b, PlanOptions(kv_cache_memory_bytes=100 * GIB))
     answer = msgspec.json.decode(msgspec.json.encode(report))
     advice = answer.pop("advice")
+    assert advice[0]["changes"] == {"kv_cache_dtype": "fp8"}
     assert [entry["id"] for entry in advice] == ["kv-cache-dtype"]
     assert "655360 tokens instead of 327680" in advice[0]["effect"]
     assert answer == {
@@ -116,7 +117,11 @@ def test_the_whole_answer(llama_70b: PlannedModel) -> None:
             "max_num_batched_tokens": 8192,
             "max_num_seqs": 1024,
         },
+        "usage": {"prompt_tokens": 129, "output_tokens": 13, "blocks_low": 9, "blocks_high": 9},
+        "decode": None,
+        "long_context": None,
         "rules": "0.32",
+        "command": "vllm serve llama-70b \\\n  --kv-cache-memory-bytes 107374182400",
         "warnings": [],
     }
 

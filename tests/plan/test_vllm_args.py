@@ -16,7 +16,7 @@ from pdkv.plan.command_text import read_command
 from pdkv.plan.options import PlanOptions
 from pdkv.plan.vllm_args import ServeCommand, parse_command
 from pdkv.plan.vllm_flags import find_flag, flags
-from pdkv.plan.vllm_values import CONVERTERS
+from pdkv.plan.vllm_values import USED_FLAGS
 
 NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_consumer"}'
 
@@ -257,14 +257,13 @@ def test_every_flag_is_used_or_harmless_or_named() -> None:
         assert flag.role in ("use", "skip", "warn")
         assert bool(flag.why) == (flag.role == "warn"), name
         if flag.role == "use":
-            assert name in CONVERTERS or name in ("--model", "--config"), name
             continue
         value = [] if flag.values == "0" else ["1"]
         command = parse_command(shlex.join(["vllm", "serve", "a/b", name, *value]))
         assert changed(command) == {}, name
         assert (name in command.irrelevant) == (flag.role == "skip"), name
         assert any(warning.startswith(name) for warning in command.warnings) == (flag.role == "warn"), name
-    assert {flag.name for flag in flags().values() if flag.role == "use"} >= set(CONVERTERS)
+    assert {flag.name for flag in flags().values() if flag.role == "use"} == USED_FLAGS
 
 
 SAMPLES = {
@@ -278,7 +277,7 @@ SAMPLES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(CONVERTERS))
+@pytest.mark.parametrize("name", sorted(USED_FLAGS - {"--model", "--config"}))
 def test_a_used_flag_changes_the_plan(name: str) -> None:
     flag = flags()[name]
     spelling = name

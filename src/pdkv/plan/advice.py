@@ -10,12 +10,26 @@ from pdkv.errors import PdkvError
 from pdkv.layout.specs import WINDOWED
 from pdkv.models.spec import LayerKind
 from pdkv.plan.options import PlanOptions
-from pdkv.plan.report import Advice
 from pdkv.plan.sizing import Sized
 from pdkv.units import format_bytes
 
+_FULL_SHARE = 0.95
+
 Resize = Callable[[PlanOptions], Sized]
 """Sizes the same model, in the same memory, under other options."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Something to change, what it would do, and the options (names of PlanOptions) that it changes.
+
+    Planning again with ``changes`` gives the numbers of ``effect``.
+    """
+
+    id: str
+    text: str
+    effect: str
+    changes: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +50,22 @@ def advise(sized: Sized, resize: Resize) -> tuple[Advice, ...]:
         other = applied(sized, lever, resize)
         if other is not None and _gains(sized, other):
             found.append(Advice(lever.id, lever.text, _effect(sized, other), lever.changes))
+    found += _enough_ranks(sized, resize)
     return tuple(found)
+
+
+def _enough_ranks(sized: Sized, resize: Resize) -> Iterator[Advice]:
+    """The fewest tensor-parallel ranks that make the longest request fit, where a GPU's budget is estimated."""
+    options = sized.options
+    if sized.capacity.fits or options.kv_cache_memory_bytes is not None:
+        return
+    for size in (options.tensor_parallel_size << power for power in range(1, 6)):
+        text = f"divide weights and KV heads over {size} GPUs: --tensor-parallel-size {size}"
+        lever = Lever("tensor-parallel-size", text, {"tensor_parallel_size": size})
+        other = applied(sized, lever, resize)
+        if other is not None and other.capacity.fits:
+            yield Advice(lever.id, text, _effect(sized, other), lever.changes)
+            return
 
 
 def applied(sized: Sized, lever: Lever, resize: Resize) -> Sized | None:
@@ -77,7 +106,7 @@ def _to_fit(sized: Sized) -> Iterator[Advice]:
             f"one request of {longest} tokens fits",
             {"max_model_len": longest},
         )
-    if sized.options.num_gpu_blocks_override is None:
+    if sized.options.kv_cache_memory_bytes is not None and sized.options.num_gpu_blocks_override is None:
         needed = capacity.needed_bytes
         yield Advice(
             "kv-cache-memory-bytes",
@@ -93,6 +122,7 @@ def levers(sized: Sized) -> Iterator[Lever]:
     yield from _types(sized)
     yield from _parallel(sized)
     yield from _batch(sized)
+    yield from _budget(sized)
 
 
 def _hybrid(sized: Sized) -> Iterator[Lever]:
@@ -148,6 +178,23 @@ def _parallel(sized: Sized) -> Iterator[Lever]:
             "decode-context-parallel-size",
             f"divide {what} by tokens, rather than keep {copies} copies: --decode-context-parallel-size {copies}",
             {"decode_context_parallel_size": copies},
+        )
+
+
+def _budget(sized: Sized) -> Iterator[Lever]:
+    """What leaves more of a GPU to KV, where its bytes are not given."""
+    options = sized.options
+    if options.kv_cache_memory_bytes is not None or options.num_gpu_blocks_override is not None:
+        return
+    if options.gpu_memory_utilization < _FULL_SHARE:
+        yield Lever(
+            "gpu-memory-utilization",
+            f"where nothing else runs on the GPU, give vLLM more of it: --gpu-memory-utilization {_FULL_SHARE}",
+            {"gpu_memory_utilization": _FULL_SHARE},
+        )
+    if not sized.capacity.fits and not options.enforce_eager:
+        yield Lever(
+            "enforce-eager", "do without CUDA graphs, which costs speed: --enforce-eager", {"enforce_eager": True}
         )
 
 

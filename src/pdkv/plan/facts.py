@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from pdkv.layout.groups import Group, RankLayout
-from pdkv.layout.specs import FULL_LIKE, AttentionCache
-from pdkv.plan.report import DeploymentFacts, GroupFacts, KvFacts, RankFacts
+from pdkv.layout.specs import FULL_LIKE, AttentionCache, Limits
+from pdkv.plan.report import DeploymentFacts, GroupFacts, KvFacts, RankFacts, UsageFacts
 from pdkv.plan.sizing import Sized, bytes_per_token, fixed_bytes, whole
+
+_PROBE_BLOCKS, _PROBE_OUTPUT = 8, 64
 
 
 def decoder_layers(names: Iterable[str]) -> int:
@@ -78,4 +80,33 @@ def deployment_facts(sized: Sized) -> DeploymentFacts:
         attention_backend=sized.built.backend.name,
         max_num_batched_tokens=options.batched_tokens,
         max_num_seqs=options.seqs,
+    )
+
+
+def _least(group: Group, num_tokens: int, limits: Limits) -> int:
+    """The fewest blocks of a group between two steps: a window may begin at a block's border, a state be alone."""
+    if group.cache.kind in FULL_LIKE:
+        return group.blocks_for(num_tokens, limits)
+    reach = group.cache.reach_tokens if isinstance(group.cache, AttentionCache) else 1
+    return max(1, min(reach, num_tokens) // group.block_size)
+
+
+def usage_facts(sized: Sized) -> UsageFacts | None:
+    """A request that ends in the block in which its prompt does; ``None`` where none is short enough."""
+    rank = sized.bottleneck
+    if not rank.groups:
+        return None
+    largest = max(group.block_size * rank.limits.decode_context_parallel for group in rank.groups)
+    longest = min(sized.capacity.max_model_len, sized.capacity.estimated_max_model_len)
+    # Two tokens of the block are kept free, for the one that is computed ahead.
+    blocks = min(_PROBE_BLOCKS, longest // largest - 1)
+    output = min(largest - 3, _PROBE_OUTPUT)
+    if blocks < 1 or output < 1:
+        return None
+    prompt = blocks * largest + 1
+    return UsageFacts(
+        prompt_tokens=prompt,
+        output_tokens=output,
+        blocks_low=sum(_least(group, prompt, rank.limits) for group in rank.groups),
+        blocks_high=rank.blocks_for(prompt + output),
     )

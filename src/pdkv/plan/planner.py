@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
 from pdkv.layout.backends import default_backend
 from pdkv.layout.groups import RankLayout
 from pdkv.models.spec import LayerKind, ModelSpec
-from pdkv.plan.advice import advise
+from pdkv.plan.advice import Resize, advise
 from pdkv.plan.budget import estimate, memory_facts, weights_facts
 from pdkv.plan.calibrate import Calibration
-from pdkv.plan.facts import decoder_layers, deployment_facts, kv_facts, rank_facts
+from pdkv.plan.decode import Workload, decode_facts
+from pdkv.plan.emit import serve_command
+from pdkv.plan.facts import decoder_layers, deployment_facts, kv_facts, rank_facts, usage_facts
+from pdkv.plan.long_context import long_context
 from pdkv.plan.options import PlanOptions
 from pdkv.plan.report import ModelFacts, PlanReport
 from pdkv.plan.sizing import Sized, size
@@ -18,13 +25,27 @@ from pdkv.source import PlannedModel
 __all__ = ["PlanOptions", "make_plan"]
 
 
-def make_plan(model: PlannedModel, options: PlanOptions, calibration: Calibration | None = None) -> PlanReport:
-    """Size ``model`` under ``options``.
+def make_plan(
+    model: PlannedModel,
+    options: PlanOptions,
+    calibration: Calibration | None = None,
+    *,
+    workload: Workload | None = None,
+    served_as: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> PlanReport:
+    """Size ``model`` under ``options``; ``workload`` is the load that a P/D deployment is to carry.
+
+    ``served_as`` and ``overrides`` (--hf-overrides, which ``model`` was read with) go into the command to serve it.
 
     A model that does not fit is an answer (``capacity.fits`` false, with advice). Raises ConfigError for settings that
     cannot be, and when nothing says how much memory there is.
     """
-    sized = size_planned(model, options, calibration)
+
+    def resize(changed: PlanOptions) -> Sized:
+        return size_planned(model, changed, calibration)
+
+    sized = resize(options)
     spec = model.spec
     return PlanReport(
         model=ModelFacts(
@@ -37,10 +58,28 @@ def make_plan(model: PlannedModel, options: PlanOptions, calibration: Calibratio
         capacity=sized.capacity,
         ranks=rank_facts(sized),
         deployment=deployment_facts(sized),
+        usage=usage_facts(sized),
+        decode=decode_facts(sized, workload),
+        long_context=long_context(sized, resize),
         rules=options.rules.version,
-        advice=advise(sized, lambda changed: size_planned(model, changed, calibration)),
-        warnings=warnings_of(spec, sized),
+        command=serve_command(served_as or spec.name, options, overrides),
+        advice=advise(sized, resize),
+        warnings=(*_connector_price(sized, resize), *warnings_of(spec, sized)),
     )
+
+
+def _connector_price(sized: Sized, resize: Resize) -> Iterator[str]:
+    """What it costs when a connector, rather than the user, switches the hybrid manager off."""
+    options = sized.options
+    if options.kv_transfer is None or options.disable_hybrid_kv_cache_manager or options.hybrid_manager(sized.spec):
+        return
+    other = resize(replace(options, kv_transfer=None, disable_hybrid_kv_cache_manager=None)).capacity
+    lost, whole = other.kv_cache_size_tokens - sized.capacity.kv_cache_size_tokens, other.kv_cache_size_tokens
+    if lost > 0:
+        yield (
+            f"{options.kv_transfer.connector} switches the hybrid manager off (vLLM {options.rules.version}): windows "
+            f"are kept in full, {whole - lost:,} tokens instead of {whole:,} ({lost / whole:.0%} less)"
+        )
 
 
 def size_planned(model: PlannedModel, options: PlanOptions, calibration: Calibration | None = None) -> Sized:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdkv.layout.capacity import Capacity
+from pdkv.plan.advice import Advice
+from pdkv.plan.decode import DecodeFacts
+from pdkv.plan.long_context import LongContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,22 +110,27 @@ class DeploymentFacts:
     max_num_seqs: int
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """Something to change, what it would do, and the options (names of PlanOptions) that it changes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageFacts:
+    """Blocks that one request holds while it runs, between ``blocks_low`` and ``blocks_high``.
 
-    Planning again with ``changes`` gives the numbers of ``effect``.
+    The answer ends in the block in which the prompt does, so that the two are the same where every group keeps every
+    token; windows and states come and go between steps.
     """
 
-    id: str
-    text: str
-    effect: str
-    changes: dict[str, object]
+    prompt_tokens: int
+    output_tokens: int
+    blocks_low: int
+    blocks_high: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """All of it. ``decode`` is there when a connector or a load was given, ``long_context`` for long requests."""
+    """All of it. ``decode`` is there when a connector or a load was given, ``long_context`` for long requests.
+    ``usage`` is a load that `pdkv verify --probe` can put on a server.
+
+    ``command`` is the ``vllm serve`` that the plan stands for.
+    """
 
     model: ModelFacts
     kv: KvFacts
@@ -130,6 +138,10 @@ class PlanReport:
     capacity: Capacity
     ranks: tuple[RankFacts, ...]
     deployment: DeploymentFacts
+    usage: UsageFacts | None
+    decode: DecodeFacts | None
+    long_context: LongContext | None
     rules: str
+    command: str
     advice: tuple[Advice, ...]
     warnings: tuple[str, ...]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 
 from pdkv.errors import ConfigError
 from pdkv.layout.backends import BACKENDS, Backend
-from pdkv.layout.build import BuiltCaches, stage_caches
+from pdkv.layout.build import BuiltCaches, KvSettings, stage_caches
 from pdkv.layout.capacity import Capacity, size_pool
 from pdkv.layout.groups import Group, RankLayout, layouts_of_stages
 from pdkv.layout.specs import FULL_LIKE
@@ -43,6 +44,11 @@ class Sized:
             return float("inf")
         return blocks / per_request if per_request <= self.capacity.usable_blocks else 0.0
 
+    def whole_requests(self, num_tokens: int) -> int:
+        """Requests of ``num_tokens`` tokens that are really there at once, on one engine: the null block is none's."""
+        per_request = max(layout.blocks_for(num_tokens) for layout in self.layouts)
+        return self.capacity.usable_blocks // per_request if per_request else 1 << 30
+
     def tokens(self, num_tokens: int) -> int:
         """Tokens of KV that requests of ``num_tokens`` tokens can keep in the pool."""
         concurrency = self.concurrency(num_tokens)
@@ -53,17 +59,29 @@ def lay_out(spec: ModelSpec, options: PlanOptions) -> tuple[ModelSpec, BuiltCach
     """The caches and groups of every stage. Raises ConfigError for settings that cannot be."""
     spec = with_draft_layers(spec, options)
     _check_backend(spec, options.backend)
-    built = stage_caches(spec, options.settings(spec))
+    settings = options.settings(spec)
+    if not spec.has(LayerKind.MAMBA):
+        # Only states look at the length, so that plans which differ in it share their caches.
+        settings = replace(settings, max_model_len=1)
+    built = _caches(spec, settings)
     if options.layout is not None:
         built = replace(built, layout=options.layout)
-    layouts = layouts_of_stages(
-        built.stages,
-        layout=built.layout,
-        limits=options.limits,
-        hybrid_manager=options.hybrid_manager(spec),
-        rules=options.rules,
-    )
+    hybrid = options.hybrid_manager(spec)
+    try:
+        layouts = layouts_of_stages(
+            built.stages, layout=built.layout, limits=options.limits, hybrid_manager=hybrid, rules=options.rules
+        )
+    except ConfigError as error:
+        if hybrid or options.kv_transfer is None or options.disable_hybrid_kv_cache_manager:
+            raise
+        raise ConfigError(f"{options.kv_transfer.connector} switches the hybrid manager off, and {error}") from error
     return spec, built, layouts
+
+
+@lru_cache(maxsize=256)
+def _caches(spec: ModelSpec, settings: KvSettings) -> BuiltCaches:
+    """Comparisons ask for the same caches in many amounts of memory."""
+    return stage_caches(spec, settings)
 
 
 def _check_backend(spec: ModelSpec, backend: Backend | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,15 @@ from pdkv.layout.rules import NEWEST, OLDEST
 from pdkv.plan.command_text import ServeCall, read_command
 from pdkv.plan.options import PlanOptions
 from pdkv.plan.vllm_flags import Flag, find_flag
-from pdkv.plan.vllm_values import CONVERTERS, ENVIRONMENT, IRRELEVANT_ENVIRONMENT, Given
+from pdkv.plan.vllm_values import ENVIRONMENT, IRRELEVANT_ENVIRONMENT, Given, convert
 
 _NEGATIVE_NUMBER = re.compile(r"-\d+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class ServeCommand:
-    """What a command asks for. ``overrides`` are --hf-overrides: fields of the model's config to replace.
+    """What a command asks for. ``given`` are the fields of PlanOptions that it sets, ``options`` those and defaults;
+    ``overrides`` are --hf-overrides: fields of the model's config to replace.
 
     ``used`` and ``irrelevant`` name the flags (and variables) that were understood, ``warnings`` those that may matter
     and are not counted, each with why.
@@ -29,6 +30,7 @@ class ServeCommand:
 
     model: str | None
     options: PlanOptions
+    given: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
     used: tuple[str, ...] = ()
     irrelevant: tuple[str, ...] = ()
@@ -104,7 +106,7 @@ class _Reading:
             else:
                 self._flag(word)
         for name, value in self._json.items():
-            CONVERTERS[name](self.given, name, value)
+            convert(self.given, name, value)
 
     def _positional(self, word: str) -> None:
         if word.startswith("-"):
@@ -127,12 +129,12 @@ class _Reading:
         if name == "--model":
             self.model = word.values[0]
         elif word.flag.values == "0":
-            CONVERTERS[name](self.given, name, not word.negated)
+            convert(self.given, name, not word.negated)
         elif name in _JSON_FLAGS:
             value = _nested(word.path, _scalar(word.values[0])) if word.path else _json_object(name, word.values[0])
             self._json[name] = _merged(self._json.get(name, {}), value)
         else:
-            CONVERTERS[name](self.given, name, word.values if word.flag.values == "+" else word.values[0])
+            convert(self.given, name, word.values if word.flag.values == "+" else word.values[0])
 
     def _config_file(self, path: str) -> None:
         """A YAML file of flags; what the command itself says wins."""
@@ -162,7 +164,8 @@ class _Reading:
                 raise ConfigError(f"--command: {needed} is a variable that the text does not set; write its value")
         return ServeCommand(
             model=self.model,
-            options=replace(PlanOptions(), **options),
+            options=PlanOptions(**options),
+            given=options,
             overrides=self.given.overrides,
             used=tuple(dict.fromkeys(self.used)),
             irrelevant=tuple(dict.fromkeys(self.irrelevant)),

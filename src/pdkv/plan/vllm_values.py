@@ -49,15 +49,6 @@ def number(flag: str, text: str) -> float:
 Converter = Callable[[Given, str, Any], None]
 
 
-def _sets(name: str, convert: Callable[[str, str], Any] | None = None) -> Converter:
-    """Sets option ``name``; without ``convert``, to the word itself (or the truth of a switch)."""
-
-    def converter(given: Given, flag: str, value: Any) -> None:
-        given.options[name] = value if convert is None else convert(flag, value)
-
-    return converter
-
-
 def _length(flag: str, text: str) -> int | str:
     return "auto" if text.strip().lower() in ("auto", "-1") else integer(flag, text)
 
@@ -149,50 +140,65 @@ def _performance(given: Given, flag: str, text: str) -> None:
     given.options["throughput_mode"] = _choice("balanced", "interactivity", "throughput")(flag, text) == "throughput"
 
 
-CONVERTERS: Mapping[str, Converter] = {
-    "--dtype": _sets("dtype", _dtype),
-    "--max-model-len": _sets("max_model_len", _length),
-    "--quantization": _sets("quantization"),
-    "--enforce-eager": _sets("enforce_eager"),
-    "--hf-overrides": _hf_overrides,
-    "--attention-backend": _sets("attention_backend"),
-    "--attention-config": _attention_config,
-    "--pipeline-parallel-size": _sets("pipeline_parallel_size", integer),
-    "--tensor-parallel-size": _sets("tensor_parallel_size", integer),
-    "--decode-context-parallel-size": _sets("decode_context_parallel_size", integer),
-    "--prefill-context-parallel-size": _sets("prefill_context_parallel_size", integer),
-    "--data-parallel-size": _sets("data_parallel_size", integer),
-    "--enable-expert-parallel": _sets("enable_expert_parallel"),
-    "--block-size": _sets("block_size", integer),
-    "--gpu-memory-utilization": _sets("gpu_memory_utilization", number),
-    "--kv-cache-memory-bytes": _sets("kv_cache_memory_bytes", integer),
-    "--kv-cache-dtype": _sets("kv_cache_dtype"),
-    "--num-gpu-blocks-override": _sets("num_gpu_blocks_override", integer),
-    "--enable-prefix-caching": _sets("enable_prefix_caching"),
-    "--kv-cache-dtype-skip-layers": _sets("kv_cache_dtype_skip_layers", _words),
-    "--mamba-cache-dtype": _sets("mamba_cache_dtype"),
-    "--mamba-ssm-cache-dtype": _sets("mamba_ssm_cache_dtype"),
-    "--mamba-cache-mode": _sets("mamba_cache_mode", _choice("none", "align")),
-    "--kv-offloading-size": _sets("kv_offloading_bytes", _gib),
-    "--max-num-batched-tokens": _sets("max_num_batched_tokens", integer),
-    "--max-num-seqs": _sets("max_num_seqs", integer),
-    "--disable-hybrid-kv-cache-manager": _sets("disable_hybrid_kv_cache_manager"),
-    "--async-scheduling": _sets("async_scheduling"),
-    "--watermark": _sets("watermark", number),
-    "--speculative-config": _speculative,
-    "--spec-method": _sets("speculative_method"),
-    "--spec-model": _sets("speculative_model"),
-    "--spec-tokens": _sets("speculative_tokens", integer),
-    "--kv-transfer-config": _kv_transfer,
-    "--compilation-config": _compilation_config,
-    "--optimization-level": _optimization,
-    "--cudagraph-capture-sizes": _sets("cudagraph_capture_sizes", _integers),
-    "--max-cudagraph-capture-size": _sets("max_cudagraph_capture_size", integer),
-    "--performance-mode": _performance,
-    "--mm-ipc-gpu-memory-gb": _sets("mm_ipc_gpu_memory_bytes", _gib),
-    "--language-model-only": _sets("language_model_only"),
+FIELDS: Mapping[str, tuple[str, Callable[[str, Any], Any] | None]] = {
+    "--dtype": ("dtype", _dtype),
+    "--max-model-len": ("max_model_len", _length),
+    "--quantization": ("quantization", None),
+    "--enforce-eager": ("enforce_eager", None),
+    "--attention-backend": ("attention_backend", None),
+    "--pipeline-parallel-size": ("pipeline_parallel_size", integer),
+    "--tensor-parallel-size": ("tensor_parallel_size", integer),
+    "--decode-context-parallel-size": ("decode_context_parallel_size", integer),
+    "--prefill-context-parallel-size": ("prefill_context_parallel_size", integer),
+    "--data-parallel-size": ("data_parallel_size", integer),
+    "--enable-expert-parallel": ("enable_expert_parallel", None),
+    "--block-size": ("block_size", integer),
+    "--gpu-memory-utilization": ("gpu_memory_utilization", number),
+    "--kv-cache-memory-bytes": ("kv_cache_memory_bytes", integer),
+    "--kv-cache-dtype": ("kv_cache_dtype", None),
+    "--num-gpu-blocks-override": ("num_gpu_blocks_override", integer),
+    "--enable-prefix-caching": ("enable_prefix_caching", None),
+    "--kv-cache-dtype-skip-layers": ("kv_cache_dtype_skip_layers", _words),
+    "--mamba-cache-dtype": ("mamba_cache_dtype", None),
+    "--mamba-ssm-cache-dtype": ("mamba_ssm_cache_dtype", None),
+    "--mamba-cache-mode": ("mamba_cache_mode", _choice("none", "align")),
+    "--kv-offloading-size": ("kv_offloading_bytes", _gib),
+    "--max-num-batched-tokens": ("max_num_batched_tokens", integer),
+    "--max-num-seqs": ("max_num_seqs", integer),
+    "--disable-hybrid-kv-cache-manager": ("disable_hybrid_kv_cache_manager", None),
+    "--async-scheduling": ("async_scheduling", None),
+    "--watermark": ("watermark", number),
+    "--spec-method": ("speculative_method", None),
+    "--spec-model": ("speculative_model", None),
+    "--spec-tokens": ("speculative_tokens", integer),
+    "--cudagraph-capture-sizes": ("cudagraph_capture_sizes", _integers),
+    "--max-cudagraph-capture-size": ("max_cudagraph_capture_size", integer),
+    "--mm-ipc-gpu-memory-gb": ("mm_ipc_gpu_memory_bytes", _gib),
+    "--language-model-only": ("language_model_only", None),
 }
-"""Flags of role ``use`` -> what they set. --model and --config are read where the words are."""
+"""Flags that set one option -> the option, and how their words are read (``None``: as they are)."""
+
+_SPECIAL: Mapping[str, Converter] = {
+    "--hf-overrides": _hf_overrides,
+    "--attention-config": _attention_config,
+    "--compilation-config": _compilation_config,
+    "--kv-transfer-config": _kv_transfer,
+    "--optimization-level": _optimization,
+    "--performance-mode": _performance,
+    "--speculative-config": _speculative,
+}
+
+USED_FLAGS = frozenset((*FIELDS, *_SPECIAL, "--model", "--config"))
+"""Flags of role ``use``. --model and --config are read where the words are."""
+
+
+def convert(given: Given, flag: str, value: Any) -> None:
+    """Put what ``flag`` says into ``given``. Raises ConfigError when it cannot be."""
+    if flag in _SPECIAL:
+        _SPECIAL[flag](given, flag, value)
+        return
+    name, read = FIELDS[flag]
+    given.options[name] = value if read is None else read(flag, value)
 
 
 def _switch(text: str) -> bool:

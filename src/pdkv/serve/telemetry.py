@@ -33,7 +33,7 @@ from pdkv.core.ports import (
 from pdkv.runtime.transfer_stats import TransferStats
 from pdkv.serve.engine import InfoLike, ServedInstance
 from pdkv.serve.merge import Snapshot
-from pdkv.units import NS_PER_S
+from pdkv.units import NS_PER_S, cdiv
 
 LOG = logging.getLogger("pdkv.transfer")
 TRANSFER_COUNTERS = {
@@ -52,6 +52,7 @@ _BYTES = tuple(float(2**exponent) for exponent in range(11, 34, 2))
 _BLOCKS = (1, 2, 5, 10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+_CAPACITY = ("kv_cache_size_tokens", "kv_cache_max_concurrency")
 _PINNED = frozenset({"running", "draft", "loading", "loaded_waiting", "retained", "deferred", "quarantine"})
 
 
@@ -175,7 +176,7 @@ class Telemetry:
         self._cache_config = Gauge(
             "vllm:cache_config_info",
             "Facts of the KV cache",
-            [*self._labels, "num_gpu_blocks", "block_size", "kv_cache_size_tokens", "role", "transport"],
+            [*self._labels, "num_gpu_blocks", "block_size", *_CAPACITY, "role", "transport"],
             registry=self.registry,
         )
         self._held = 0
@@ -325,7 +326,7 @@ class Telemetry:
             **self._labels,
             num_gpu_blocks=str(info.num_blocks),
             block_size=str(info.block_size),
-            kv_cache_size_tokens=str((info.num_blocks - 1) * info.block_size),
+            **_capacity(info),
             role=info.role,
             transport=info.transport,
         ).set(1)
@@ -344,3 +345,10 @@ class Telemetry:
 
 def _seconds(ns: int) -> float:
     return max(0, ns) / NS_PER_S
+
+
+def _capacity(info: InfoLike) -> dict[str, str]:
+    """vLLM's two figures: concurrency by blocks (the null block counted), and that many longest requests in tokens."""
+    concurrency = info.num_blocks / cdiv(info.max_model_len, info.block_size)
+    tokens = int(concurrency * info.max_model_len)
+    return dict(zip(_CAPACITY, (str(tokens), repr(concurrency)), strict=True))

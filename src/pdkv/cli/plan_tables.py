@@ -1,0 +1,94 @@
+"""Tables of `pdkv plan` for a person: what --compare and --target-concurrency answer."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from pdkv.plan.compare import Comparison
+from pdkv.plan.solve import Solution, SolveReport
+
+_WIDE = 200
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """A row a combination; a refused one says why."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # For a file or a pipe every number is wanted whole.
+        console = Console(highlight=False, width=_WIDE)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in comparison.dimensions:
+        table.add_column(name)
+    for name in ("GPUs", "tokens", "requests at once", "longest that fits", "B a token"):
+        table.add_column(name, justify="right")
+    for cell in comparison.cells:
+        row = [str(cell.settings[name]) for name in comparison.dimensions]
+        if cell.refused is not None:
+            table.add_row(*row, "", "[red]refused[/]")
+            continue
+        table.add_row(
+            *row,
+            f"{cell.gpus}",
+            f"{cell.kv_cache_size_tokens:,}",
+            f"{cell.max_concurrency:.2f}" if cell.fits else f"[red]{cell.max_concurrency:.2f}[/]",
+            f"{cell.estimated_max_model_len:,}",
+            f"{cell.bytes_per_token:,}",
+        )
+    console.print(table)
+    for reason in dict.fromkeys(cell.refused for cell in comparison.cells if cell.refused is not None):
+        console.print(f"[red]refused[/]: {reason}", soft_wrap=True)
+
+
+def print_solution(report: SolveReport) -> None:
+    """The verdict, then the table of what else would do."""
+    console = Console(highlight=False, soft_wrap=True)
+    target = report.target
+    wanted = f"{target.concurrency:,} requests of {target.tokens:,} tokens at once"
+    if report.best is not None:
+        console.print(f"[bold green]{report.best.gpus} GPUs[/] hold {wanted}: {_split(report.best)}")
+    else:
+        console.print(f"[bold red]not on {target.max_gpus} GPUs[/]: {wanted}")
+        if report.nearest is not None:
+            near = report.nearest
+            console.print(
+                f"nearest: {near.requests:,} of them on {near.gpus} GPUs ({_split(near)}); "
+                + (
+                    f"{target.concurrency:,} fit when each has {near.longest_tokens:,} tokens"
+                    if near.longest_tokens
+                    else "fewer requests, or more GPUs (--max-gpus)"
+                )
+            )
+    listed = [solution for solution in (report.best, *report.others) if solution is not None]
+    if listed:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("GPUs", "TP", "PP", "DCP", "DP", "KV type", "requests held", "longest for as many"):
+            table.add_column(name, justify="left" if name == "KV type" else "right")
+        for one in listed:
+            table.add_row(
+                str(one.gpus),
+                str(one.tensor_parallel_size),
+                str(one.pipeline_parallel_size),
+                str(one.decode_context_parallel_size),
+                str(one.data_parallel_size),
+                one.kv_cache_dtype,
+                f"{one.requests:,}",
+                f"{one.longest_tokens:,}",
+            )
+        console.print(table, soft_wrap=False)
+    for note in report.notes:
+        console.print(f"[yellow]note[/]: {note}")
+
+
+def _split(solution: Solution) -> str:
+    sizes = (
+        ("--tensor-parallel-size", solution.tensor_parallel_size),
+        ("--pipeline-parallel-size", solution.pipeline_parallel_size),
+        ("--decode-context-parallel-size", solution.decode_context_parallel_size),
+        ("--data-parallel-size", solution.data_parallel_size),
+    )
+    words = [f"{flag} {size}" for flag, size in sizes if size > 1]
+    if solution.kv_cache_dtype != "auto":
+        words.append(f"--kv-cache-dtype {solution.kv_cache_dtype}")
+    return " ".join(words) or "one GPU, nothing to set"
