@@ -30,6 +30,7 @@ from pdkv.core.config import EngineConfig
 from pdkv.core.engine import Engine, Identity
 from pdkv.core.ports import NewRequest, Outputs
 from pdkv.core.scheduler.request import Request, Status
+from pdkv.core.scheduler.running import RunningSet
 
 _IDENTITY = Identity(engine_id="benchmark", nonce=1, secret=b"benchmark")
 
@@ -121,15 +122,17 @@ class Side:
         manager = make_engine(blocks, groups=groups).manager
         output = random_tokens(steps + 1, 9)
         requests = [self._request(random_tokens(CONTEXT, 100 + i), output) for i in range(DECODERS)]
+        running = RunningSet(manager)
         for request in requests:
             assert manager.allocate_slots(request, CONTEXT) is not None
             request.num_computed = CONTEXT
             request.move_to(Status.RUNNING)
+            running.append(request)
+        computed = running.counters.num_computed
         with Stopwatch() as watch:
             for _ in range(steps):
-                for request in requests:
-                    manager.allocate_slots(request, 1)
-                    request.num_computed += 1
+                assert manager.grow_by_one(running)
+                computed[running.columns] += 1
         return watch.seconds
 
     # --------------------------------------------------------------------------------------------- scheduler steps

@@ -98,7 +98,7 @@ def test_a_preempted_request_that_outgrew_the_gate_still_ends() -> None:
         if step == 60:  # as a shortage would
             assert engine.manager.num_blocks_of("r") <= 3
             assert engine.manager.outgrown(engine.requests["r"])
-            engine.scheduler._preempt(engine.requests["r"], was_chosen=False)
+            engine.scheduler._preempt(engine.requests["r"])
         plan = engine.schedule(step, [new] if step == 0 else [])
         events += [*plan.events, *engine.complete(plan.step_id, cache.run(plan.batch), step)]
         engine.check()

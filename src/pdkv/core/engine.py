@@ -33,7 +33,8 @@ from pdkv.core.ports import (
     ReadEnded,
 )
 from pdkv.core.scheduler.request import Request, Status
-from pdkv.core.scheduler.scheduler import Row, Scheduler
+from pdkv.core.scheduler.running import PlanRows
+from pdkv.core.scheduler.scheduler import Scheduler
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.lease import LeaseSlots, SlotArray
 from pdkv.core.transfer.producer import Producer
@@ -92,7 +93,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.manager, self.producer, self.consumer, self._journal, hash_function)
         self.hash_function = hash_function
         self.requests: dict[str, Request] = {}
-        self._outstanding: deque[tuple[int, list[Row]]] = deque()
+        self._outstanding: deque[tuple[int, PlanRows]] = deque()
         self._next_step = 0
         self._sequence = 0
         self._last_arrival_ns = -1
@@ -161,7 +162,7 @@ class Engine:
             messages=self.consumer.take_messages(),
             keepalives=self.consumer.keepalives(),
             restart_mover=self.consumer.take_restart(),
-            next_deadline_ns=now_ns if self.scheduler.owes_a_step and not rows else self.next_deadline_ns(),
+            next_deadline_ns=now_ns if self.scheduler.owes_a_step and not len(rows) else self.next_deadline_ns(),
             events=self._take_events(),
         )
 
@@ -193,7 +194,7 @@ class Engine:
         self._set_time(now_ns)
         steps = len(tokens)
         assert steps <= self.quiet_steps(steps), "advance beyond the quiet steps"
-        stride.advance(self.scheduler, self.manager, self.config, self.hash_function, tokens, self._next_step)
+        stride.advance(self.scheduler, self.manager, self.hash_function, tokens, self._next_step)
         self._next_step += steps
         self.scheduler.completed_step = self._next_step - 1
 
@@ -252,12 +253,11 @@ class Engine:
     def check(self) -> None:
         """Recount everything; raises ``AssertionError`` on any difference."""
         self.manager.check()
+        self.scheduler.running.check()
         active = {request.request_id for request in self.scheduler.running}
         active |= {request.request_id for request in self.scheduler.waiting}
         active |= {request.request_id for request in self.scheduler.holding}
         assert active == set(self.requests), "engine: queues and requests disagree"
-        for request in self.scheduler.running:
-            assert request.status is Status.RUNNING
         for request in self.scheduler.waiting:
             assert self.manager.num_blocks_of(request.request_id) == 0, f"{request.request_id} waits and holds blocks"
 
@@ -320,36 +320,29 @@ class Engine:
                 del self.requests[event.request_id]
         return events
 
-    def _batch(self, rows: list[Row], copies: Int32Array) -> Batch:
-        count = len(rows)
-        scheduled = np.fromiter((row.tokens for row in rows), dtype=np.int32, count=count)
-        computed = np.fromiter((row.start for row in rows), dtype=np.int32, count=count)
-        tables = tuple(self._block_tables(rows, group) for group in range(len(self.config.groups)))
-        tokens = np.zeros(int(scheduled.sum()), dtype=np.int32)
-        pending = np.zeros(count, dtype=np.bool_)
-        at = 0
-        for index, row in enumerate(rows):
-            known = row.request.tokens[row.start : row.start + row.tokens]
-            tokens[at : at + len(known)] = known
-            at += row.tokens
-            tokens[at - len(row.drafts) : at] = row.drafts
-            pending[index] = len(known) + len(row.drafts) < row.tokens
+    def _batch(self, rows: PlanRows, copies: Int32Array) -> Batch:
+        """The batch's arrays, all its own."""
+        ends, num_drafts = rows.tokens.cumsum(), rows.num_drafts
+        tokens = np.zeros(int(rows.tokens.sum()), dtype=np.int32)
+        pending = rows.start + rows.tokens - num_drafts > rows.known
+        decodes = (rows.tokens == 1) & (rows.start == rows.known - 1)
+        tokens[ends[decodes] - 1] = rows.last_token[decodes]
+        for at in np.flatnonzero(~decodes & ((rows.tokens > 1) | ~pending)).tolist():
+            first, end = int(ends[at] - rows.tokens[at]), int(ends[at])
+            known = rows.requests[at].tokens[rows.start[at] : rows.start[at] + rows.tokens[at]]
+            tokens[first : first + len(known)] = known
+            if num_drafts[at]:
+                tokens[end - num_drafts[at] : end] = rows.drafts[at]
+        tables = tuple(self.manager.running_tables(rows.columns, group) for group in range(len(self.config.groups)))
         return Batch(
-            request_ids=tuple(row.request.request_id for row in rows),
-            num_scheduled=scheduled,
-            num_computed=computed,
+            request_ids=tuple(request.request_id for request in rows.requests),
+            num_scheduled=rows.tokens.astype(np.int32),
+            num_computed=rows.start.astype(np.int32),
             tokens=tokens,
             pending=pending,
             block_tables=tables[0],
             group_tables=tables,
             copies=copies,
-            num_drafts=np.fromiter((len(row.drafts) for row in rows), dtype=np.int32, count=count),
-            samples=np.fromiter((row.samples for row in rows), dtype=np.bool_, count=count),
+            num_drafts=num_drafts,
+            samples=rows.samples,
         )
-
-    def _block_tables(self, rows: list[Row], group: int) -> Int32Array:
-        tables = [self.manager.blocks_of(row.request.request_id, group) for row in rows]
-        padded = np.zeros((len(rows), max((len(table) for table in tables), default=0)), dtype=np.int32)
-        for row, table in zip(padded, tables, strict=True):
-            row[: len(table)] = table
-        return padded

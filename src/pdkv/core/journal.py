@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdkv.core.ports import Event
+from pdkv.core.ports import Event, TokenSampled
 
 
 class Journal:
@@ -15,6 +15,10 @@ class Journal:
     def emit(self, event: Event) -> None:
         """Append one event."""
         self._events.append(event)
+
+    def extend(self, events: list[TokenSampled]) -> None:
+        """Append many tokens."""
+        self._events += events
 
     def take(self) -> tuple[Event, ...]:
         """All events since the last call, in order."""

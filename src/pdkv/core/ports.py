@@ -16,6 +16,7 @@ import numpy.typing as npt
 from pdkv.core.blocks.extra_keys import LoraAdapter, MultimodalItem
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,17 +13,44 @@ from pdkv.core.ports import Int32Array
 _EMPTY = np.empty(0, dtype=np.int32)
 
 
-@dataclass(slots=True)
 class GroupHold:
-    """What one owner has in one group."""
+    """What one owner has in one group; its numbers stand in its table's store, for steps over many requests."""
 
-    table: BlockTable = field(default_factory=BlockTable)
-    num_hashed: int = 0  # leading entries that registration in the prefix index is through with
-    num_dropped: int = 0  # leading entries that were given back, or never needed: null from then on
-    partial: tuple[int, int] | None = None  # (entry, block) whose content ends inside the block: to be copied on write
-    has_state: bool = False  # state groups: the running state has its block (and the drafts theirs)
-    drafts: slice | None = None  # entries at the end that stand in the account of drafts, not in the holder's
-    last_state: int | None = None  # state groups: the entry whose state the next step starts from
+    __slots__ = ("drafts", "has_state", "partial", "table")
+
+    def __init__(self) -> None:
+        self.table = BlockTable()
+        self.partial: tuple[int, int] | None = None  # (entry, block) whose content ends inside: to be copied on write
+        self.has_state = False  # state groups: the running state has its block (and the drafts theirs)
+        self.drafts: slice | None = None  # entries at the end that stand in the account of drafts, not in the holder's
+
+    @property
+    def num_hashed(self) -> int:
+        """Leading entries that registration in the prefix index is through with."""
+        return self.table.store.hashed.item(self.table.row)
+
+    @num_hashed.setter
+    def num_hashed(self, entries: int) -> None:
+        self.table.store.hashed[self.table.row] = entries
+
+    @property
+    def num_dropped(self) -> int:
+        """Leading entries that were given back, or never needed: null from then on."""
+        return self.table.store.dropped.item(self.table.row)
+
+    @num_dropped.setter
+    def num_dropped(self, entries: int) -> None:
+        self.table.store.dropped[self.table.row] = entries
+
+    @property
+    def last_state(self) -> int | None:
+        """State groups: the entry whose state the next step starts from."""
+        entry = self.table.store.last_state.item(self.table.row)
+        return None if entry < 0 else entry
+
+    @last_state.setter
+    def last_state(self, entry: int | None) -> None:
+        self.table.store.last_state[self.table.row] = -1 if entry is None else entry
 
 
 @dataclass(slots=True)

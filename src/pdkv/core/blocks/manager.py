@@ -6,21 +6,26 @@ What a kind of layer decides is in `blocks/kinds`; here is what holds for all gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pdkv.core.blocks.groups import NO_DRAFTING, CrossGroup, Drafting, FullGroup, Granularity, Group
+from pdkv.core.blocks.growth import BulkGrowth, Step
 from pdkv.core.blocks.holders import GroupHold, Hit, Holder, no_hit
 from pdkv.core.blocks.kinds import index_for, kind_of
 from pdkv.core.blocks.kinds.base import Demand, Kind, Settings
 from pdkv.core.blocks.kinds.state import StateKind
 from pdkv.core.blocks.lookup import PrefixLookup
 from pdkv.core.blocks.pool import BlockPool
-from pdkv.core.blocks.tables import NULL_BLOCK
+from pdkv.core.blocks.tables import NULL_BLOCK, TableStore
 from pdkv.core.ledger import Account
-from pdkv.core.ports import HolderView, Int32Array
+from pdkv.core.ports import HolderView, Int32Array, Int64Array
 from pdkv.core.scheduler.request import Request, Status
 from pdkv.units import cdiv
+
+if TYPE_CHECKING:
+    from pdkv.core.scheduler.running import Columns, RunningSet
 
 _EMPTY = np.empty(0, dtype=np.int32)
 
@@ -64,13 +69,15 @@ class KVCacheManager:
         self.kinds = tuple(kind_of(spec, number, self.pool, settings) for number, spec in enumerate(groups))
         self.plain = len(groups) == 1 and isinstance(groups[0], FullGroup)
         self.block_size = groups[0].block_size
-        self._recycling = [kind for kind in self.kinds if not isinstance(kind.spec, FullGroup)]
+        self._recycling = [kind for kind in self.kinds if kind.recycles]
         self._states = [kind for kind in self.kinds if isinstance(kind, StateKind)]
         self._lookup = PrefixLookup(self.kinds)
         self._nothing = no_hit(len(groups))
         crossing = [group.encoder_tokens for group in groups if isinstance(group, CrossGroup)]
         self.most_encoder_tokens = max(crossing, default=0)
         self._holders: dict[str, Holder] = {}
+        self._running = tuple(TableStore(0) for _ in groups)  # the tables of running requests, by group
+        self._bulk = BulkGrowth(self.pool, self.kinds, self._running, sizes)
         # Where a request ends by length at the latest: the model's length, or what a pool smaller than that holds. The
         # last token is sampled, never computed, hence the one beyond the pool. Without this bound a request that
         # outgrows the whole pool would preempt itself and wait for ever, with everybody behind it.
@@ -258,11 +265,70 @@ class KVCacheManager:
             self._holders[request_id] = holder
         return holder
 
-    def grow_all(self, requests: list[Request], at: list[int]) -> None:
-        """One more block for ``requests[i]`` for each i in ``at``, in that order: one bulk pop (engine.advance)."""
-        blocks = self.pool.take(len(at), Account.RUNNING)
-        for order, index in enumerate(at):
-            self._holders[requests[index].request_id].groups[0].table.extend(blocks[order : order + 1])
+    # -------------------------------------------------------------------------------------------- many running ones
+
+    def seat(self, key: str, column: int) -> None:
+        """The owner joins the running set: from now on its tables are row ``column`` of arrays (`grow_by_one`)."""
+        for hold, store in zip(self._holders[key].groups, self._running, strict=True):
+            hold.table.seat(store, column)
+
+    def unseat(self, key: str) -> None:
+        """The owner leaves the running set."""
+        for hold in self._holders[key].groups:
+            hold.table.unseat()
+
+    def grow_by_one(self, running: RunningSet, first: int = 0, count: int | None = None) -> bool:
+        """``allocate_slots(request, 1)`` for ``count`` running requests from number ``first`` on, in that order.
+
+        For requests that are past their prompt. False when they do not all fit: some may have got their block then,
+        which does not change what single calls, to be made from ``first`` on, come to.
+        """
+        last = len(running) if count is None else first + count
+        columns, counters = running.columns[first:last], running.counters
+        computed = counters.num_computed[columns]
+        step = Step(
+            requests=running[first:last],
+            rows=columns,
+            prompt=running.prompt[columns],
+            computed=computed,
+            processed=computed - counters.in_flight_tokens[columns],
+            final=np.minimum(computed + 1, counters.num_tokens[columns]),
+        )
+        return self._bulk.grow(step, lambda request: self.allocate_slots(request, 1) is not None)
+
+    def steps_with_room(self, running: RunningSet, steps: int) -> int:
+        """For how many steps, at most ``steps``, free blocks cover the growth of all, whatever comes back meanwhile."""
+        columns = running.columns
+        return self._bulk.steps_with_room(columns, running.counters.num_computed[columns], steps)
+
+    def grow_by(self, running: RunningSet, steps: int) -> None:
+        """``steps`` times `grow_by_one` for all, who compute a token in between. They must fit (`steps_with_room`)."""
+        columns, counters = running.columns, running.counters
+        computed = counters.num_computed[columns]
+        if self._bulk.can_stride:
+            self._bulk.stride(columns, computed, steps)
+            counters.num_computed[columns] = computed + steps
+            for at in np.argsort(-computed, kind="stable"):  # of the same content the one registered first is found
+                self.cache_blocks(running[at], int(computed[at]) + steps)
+            return
+        for _ in range(steps):
+            fits = self.grow_by_one(running)
+            assert fits, "grow_by: beyond the steps with room"
+            counters.num_computed[columns] += 1
+
+    def unregistered(self, columns: Columns, final: Int64Array) -> Columns:
+        """int[m]: for which of these running requests `cache_blocks` has something to do below ``final`` tokens."""
+        found = np.zeros(len(columns), dtype=np.bool_)
+        for kind in self.kinds:
+            if kind.registers:
+                found |= self._bulk.unregistered(kind.group, columns, final)
+        return np.flatnonzero(found)
+
+    def running_tables(self, columns: Columns, group: int) -> Int32Array:
+        """int32[n, longest]: a copy of the tables of running requests, null beyond each one's end."""
+        return self._running[group].padded(columns)
+
+    # ------------------------------------------------------------------------------------------------- registering
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Register in the prefix index what the request has below ``num_tokens``, as far as a hit can end there."""

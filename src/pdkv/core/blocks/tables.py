@@ -1,65 +1,142 @@
-"""Block tables: the blocks of one owner, in token order, in an array that grows by doubling."""
+"""Block tables: the blocks of one owner, in token order; those of running requests are the rows of one array."""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from pdkv.core.ports import Int32Array
+from pdkv.core.ports import Int32Array, Int64Array
 
 #: Stands in a table where no block is needed (any more): never handed out, never freed.
 NULL_BLOCK = 0
 
 
-class BlockTable:
-    """The blocks of one owner in token order; 0, the null block, where its tokens need none."""
+class TableStore:
+    """Tables of one group as the rows of an array that grows, with the numbers that belong to each.
 
-    __slots__ = ("_buffer", "_len")
+    ``blocks`` int32[rows, width] is 0 beyond a table's length; int64[rows] are ``lengths``, ``hashed`` (leading entries
+    that registration is through with), ``dropped`` (leading entries given back, or never needed) and ``last_state``
+    (state groups: the entry whose state the next step starts from, -1 for none). Steps over many requests work on
+    these arrays, and everything about one of them goes through its `BlockTable`: there is no second copy.
+    """
+
+    __slots__ = ("blocks", "dropped", "hashed", "last_state", "lengths")
+
+    def __init__(self, rows: int = 1) -> None:
+        self.blocks: Int32Array = np.zeros((rows, 8), dtype=np.int32)
+        self.lengths: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.hashed: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.dropped: Int64Array = np.zeros(rows, dtype=np.int64)
+        self.last_state: Int64Array = np.full(rows, -1, dtype=np.int64)
+
+    def reserve(self, rows: int, width: int) -> None:
+        """Room for ``rows`` tables of ``width`` entries; what is grown is at least doubled."""
+        have, wide = self.blocks.shape
+        if rows > have or width > wide:
+            shape = max(rows, have), max(width, 2 * wide) if width > wide else wide
+            grown = np.zeros(shape, dtype=np.int32)
+            grown[:have, :wide] = self.blocks
+            self.blocks = grown
+        if rows > have:
+            more = rows - have
+            self.lengths = np.append(self.lengths, np.zeros(more, dtype=np.int64))
+            self.hashed = np.append(self.hashed, np.zeros(more, dtype=np.int64))
+            self.dropped = np.append(self.dropped, np.zeros(more, dtype=np.int64))
+            self.last_state = np.append(self.last_state, np.full(more, -1, dtype=np.int64))
+
+    def push(self, rows: npt.NDArray[np.intp], blocks: Int32Array) -> None:
+        """Append ``blocks[i]`` to the table of ``rows[i]``; no row stands twice."""
+        at = self.lengths[rows]
+        self.reserve(0, int(at.max(initial=0)) + 1)
+        self.blocks[rows, at] = blocks
+        self.lengths[rows] = at + 1
+
+    def put(self, rows: Int64Array, entries: Int64Array, blocks: Int32Array) -> None:
+        """``blocks[i]`` becomes entry ``entries[i]`` of the table of ``rows[i]``; entries follow what is there."""
+        self.reserve(0, int(entries.max(initial=0)) + 1)
+        self.blocks[rows, entries] = blocks
+        np.maximum.at(self.lengths, rows, entries + 1)
+
+    def move(self, row: int, target: TableStore, to: int) -> None:
+        """The table of ``row`` becomes that of row ``to``, which is empty, in ``target``."""
+        length = int(self.lengths[row])
+        target.reserve(to + 1, length)
+        target.blocks[to, :length] = self.blocks[row, :length]
+        self.blocks[row, :length] = NULL_BLOCK
+        target.lengths[to], self.lengths[row] = length, 0
+        target.hashed[to], self.hashed[row] = self.hashed[row], 0
+        target.dropped[to], self.dropped[row] = self.dropped[row], 0
+        target.last_state[to], self.last_state[row] = self.last_state[row], -1
+
+    def padded(self, rows: npt.NDArray[np.intp]) -> Int32Array:
+        """int32[n, longest]: a copy of these tables, 0 beyond each one's length."""
+        width = int(self.lengths[rows].max(initial=0))
+        tables: Int32Array = self.blocks[rows, :width]
+        return tables
+
+
+class BlockTable:
+    """The blocks of one owner in token order; 0, the null block, where its tokens need none.
+
+    A handle to a row of a `TableStore`: of its own at first, of the running requests' while it is seated there.
+    """
+
+    __slots__ = ("row", "store")
 
     def __init__(self) -> None:
-        self._buffer = np.zeros(8, dtype=np.int32)
-        self._len = 0
+        self.store = TableStore()
+        self.row = 0
+
+    def seat(self, store: TableStore, row: int) -> None:
+        """Move to row ``row`` of ``store``, which is empty; the row left behind is empty then."""
+        self.store.move(self.row, store, row)
+        self.store, self.row = store, row
+
+    def unseat(self) -> None:
+        """Move to a row of its own."""
+        self.seat(TableStore(), 0)
 
     def __len__(self) -> int:
-        return self._len
+        return self.store.lengths.item(self.row)
 
     def __getitem__(self, index: int) -> int:
-        assert 0 <= index < self._len, f"block table: entry {index} of {self._len}"
-        return int(self._buffer[index])
+        assert 0 <= index < len(self), f"block table: entry {index} of {len(self)}"
+        return self.store.blocks.item(self.row, index)
 
     @property
     def ids(self) -> Int32Array:
         """int32[len]: a view, valid until the next change; copy what is kept."""
-        return self._buffer[: self._len]
+        return self.store.blocks[self.row, : len(self)]
 
     def extend(self, blocks: Int32Array) -> None:
         """Append ``blocks``."""
-        end = self._len + len(blocks)
-        if end > len(self._buffer):
-            grown = np.zeros(max(end, 2 * len(self._buffer)), dtype=np.int32)
-            grown[: self._len] = self.ids
-            self._buffer = grown
-        self._buffer[self._len : end] = blocks
-        self._len = end
+        length = len(self)
+        end = length + len(blocks)
+        self.store.reserve(0, end)
+        self.store.blocks[self.row, length:end] = blocks
+        self.store.lengths[self.row] = end
 
     def pad(self, length: int) -> None:
         """Append null blocks up to ``length`` entries."""
-        if length > self._len:
-            self.extend(np.zeros(length - self._len, dtype=np.int32))
+        if length > len(self):
+            self.extend(np.zeros(length - len(self), dtype=np.int32))
 
     def replace(self, index: int, block: int) -> None:
         """Another block at ``index``."""
-        assert 0 <= index < self._len
-        self._buffer[index] = block
+        assert 0 <= index < len(self)
+        self.store.blocks[self.row, index] = block
 
     def blank(self, start: int, stop: int) -> Int32Array:
         """Put null blocks at ``start:stop``; returns a copy of the blocks that stood there, null ones left out."""
-        window = self._buffer[start : min(stop, self._len)]
+        window = self.ids[start:stop]
         blocks: Int32Array = window[window != NULL_BLOCK]
         window[:] = NULL_BLOCK
         return blocks
 
     def cut(self, length: int) -> Int32Array:
         """Shorten to ``length``; returns a copy of the blocks cut off."""
-        tail = self._buffer[length : self._len].copy()
-        self._len = min(self._len, length)
+        window = self.ids[length:]
+        tail = window.copy()
+        window[:] = NULL_BLOCK
+        self.store.lengths[self.row] = min(len(self), length)
         return tail

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pdkv.core.blocks.holders import Hit
@@ -56,7 +56,7 @@ class Admitter:
         self,
         request: Request,
         budget: int,
-        running: list[Request],
+        running: Sequence[Request],
         holding: Iterable[Request],
         *,
         alone: bool,
@@ -78,7 +78,7 @@ class Admitter:
         return self._load(request, hit, external, running, holding)
 
     def _load(
-        self, request: Request, hit: Hit, external: int, running: list[Request], holding: Iterable[Request]
+        self, request: Request, hit: Hit, external: int, running: Sequence[Request], holding: Iterable[Request]
     ) -> Admission:
         sharer = self._consumer.shares_with(request, len(hit.blocks[0]))
         if sharer is not None:
@@ -100,7 +100,7 @@ class Admitter:
         return Admission(Verdict.LOAD, 0, hit.tokens, external)
 
     def _compute(
-        self, request: Request, budget: int, running: list[Request], *, hit: Hit | None, alone: bool, rows: Rows
+        self, request: Request, budget: int, running: Sequence[Request], *, hit: Hit | None, alone: bool, rows: Rows
     ) -> Admission:
         local = hit.tokens if hit else 0
         tokens = request.num_tokens - request.num_computed - local
@@ -143,11 +143,11 @@ class Admitter:
         whole = fits and align_chunk(request, 1 + drafts, self._config, start=start) == 1 + drafts
         return drafts if whole else 0
 
-    def _may_produce(self, request: Request, running: list[Request]) -> bool:
+    def _may_produce(self, request: Request, running: Sequence[Request]) -> bool:
         in_flight = [self._manager.blocks_for(other.num_prompt) for other in running if other.new.produce]
         return self._producer.may_prefill(request, len(in_flight), sum(in_flight))
 
-    def _reserved(self, running: list[Request], holding: Iterable[Request]) -> int:
+    def _reserved(self, running: Sequence[Request], holding: Iterable[Request]) -> int:
         """Blocks that prefills and loads under way still need for what is known of their sequences."""
         under_way = [request for request in running if request.num_computed < request.num_tokens]
         return sum(self._manager.blocks_missing(request) for request in (*under_way, *holding))

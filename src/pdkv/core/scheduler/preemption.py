@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pdkv.core.scheduler.request import Request
 
 
-def choose_victim(running: list[Request], *, priority_scheduling: bool) -> Request:
+def choose_victim(running: Sequence[Request], *, priority_scheduling: bool) -> Request:
     """FCFS: the most recently admitted, which may be the one that asks. Priority: the last by priority, then arrival.
 
     (spec scheduler section 3.1, step 3b)

@@ -10,6 +10,7 @@ import numpy as np
 from pdkv.core.blocks.extra_keys import ContentKeys
 from pdkv.core.blocks.hashing import HashChain, HashFunction, extend_hashes
 from pdkv.core.ports import FinishReason, Int32Array, NewRequest, RemoteSource
+from pdkv.core.scheduler.counters import Counter, Counters
 from pdkv.core.transfer.proof import digest_tokens
 
 NO_DRAFTS: Int32Array = np.empty(0, dtype=np.int32)
@@ -41,12 +42,17 @@ LEGAL: dict[Status, frozenset[Status]] = {
 class Request:
     """A request's tokens and progress.
 
-    ``num_computed`` counts tokens whose KV is written or will be by a plan already handed out; ``placeholders`` counts
-    tokens that outstanding plans will sample; ``last_step`` is the newest plan that uses its blocks;
-    ``in_flight_tokens`` are those that outstanding plans compute. ``hashes`` are one per ``hash_tokens`` tokens.
-    ``drafts`` int32[k] are to be checked in its next step.
-    ``shared_boundary`` is where the prefix ends that others share and not every group has kept (`Hit.boundary`).
+    Its numbers (`Counters`) stand in a column of arrays, which it shares with the others while it runs; ``hashes`` are
+    one per ``hash_tokens`` tokens, ``drafts`` int32[k] are to be checked in its next step. ``shared_boundary`` is where
+    the prefix ends that others share and not every group has kept (`Hit.boundary`).
     """
+
+    num_tokens = Counter()
+    last_token = Counter()
+    num_computed = Counter()
+    placeholders = Counter()
+    in_flight_tokens = Counter()
+    last_step = Counter()
 
     def __init__(self, new: NewRequest, *, arrival_ns: int, sequence: int, hash_tokens: int) -> None:
         self.new = new
@@ -55,16 +61,12 @@ class Request:
         self.sequence = sequence
         self.status = Status.WAITING
         self.num_prompt = len(new.prompt)
-        self._tokens = np.zeros(self.num_prompt + 16, dtype=np.int32)
-        self._tokens[: self.num_prompt] = new.prompt
-        self.num_tokens = self.num_prompt
-        self.num_computed = 0
-        self.placeholders = 0
-        self.in_flight_tokens = 0
+        self.buffer: Int32Array = np.zeros(self.num_prompt + 16, dtype=np.int32)
+        self.counters, self.column = Counters(), 0
+        self.append(new.prompt)
         self.shared_boundary = 0
         self.drafts = NO_DRAFTS
         self.prefilling = False  # its newest chunk ended before its last known token
-        self.last_step: int | None = None
         self.num_preemptions = 0
         self.cached_tokens = 0
         self.hashes = HashChain()
@@ -80,7 +82,7 @@ class Request:
     @property
     def tokens(self) -> Int32Array:
         """int32[num_tokens]: prompt and output; a view, valid until the next append."""
-        return self._tokens[: self.num_tokens]
+        return self.buffer[: self.num_tokens]
 
     @property
     def num_outputs(self) -> int:
@@ -97,28 +99,41 @@ class Request:
         assert status in LEGAL[self.status], f"{self.request_id}: {self.status.name} -> {status.name} is not legal"
         self.status = status
 
+    def move_counters(self, counters: Counters, column: int) -> None:
+        """From now on its numbers are column ``column`` of ``counters``."""
+        self.counters.copy_column(self.column, counters, column)
+        self.counters, self.column = counters, column
+
     def append(self, tokens: Int32Array) -> None:
-        """Add sampled tokens."""
-        end = self.num_tokens + len(tokens)
-        if end > len(self._tokens):
-            grown = np.zeros(2 * end, dtype=np.int32)
-            grown[: self.num_tokens] = self.tokens
-            self._tokens = grown
-        self._tokens[self.num_tokens : end] = tokens
-        self.num_tokens = end
+        """Add tokens, at least one."""
+        start = self.num_tokens
+        end = start + len(tokens)
+        while end > len(self.buffer):
+            self.widen()
+        self.buffer[start:end] = tokens
+        self.num_tokens, self.last_token = end, int(tokens[-1])
+
+    def widen(self) -> Int32Array:
+        """The buffer of tokens, twice as large as before."""
+        grown = np.zeros(2 * len(self.buffer), dtype=np.int32)
+        grown[: len(self.buffer)] = self.buffer
+        self.buffer = grown
+        return grown
 
     def extend_hashes(self, function: HashFunction) -> None:
         """Hash the units that have become full since the last call."""
         if self.num_tokens // self._hash_tokens > len(self.hashes):
             extend_hashes(self.hashes, self.tokens, self._hash_tokens, function, self.extra_keys)
 
+    def end_tokens(self, max_tokens: int) -> int:
+        """With how many tokens it ends by length: its own maximum, or ``max_tokens`` in all."""
+        return min(self.num_prompt + self.new.max_tokens, max_tokens)
+
     def ended_by(self, token: int, max_tokens: int) -> FinishReason | None:
         """Whether the request ends with ``token``, just appended; it has at most ``max_tokens`` with its prompt."""
         if self.num_outputs >= self.new.min_tokens and token in self.new.stop_token_ids:
             return FinishReason.STOP
-        if self.num_outputs >= self.new.max_tokens or self.num_tokens >= max_tokens:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if self.num_tokens >= self.end_tokens(max_tokens) else None
 
     def tokens_left(self, max_tokens: int, *, certain: bool = False) -> int:
         """Tokens until it has ``max_tokens`` in all or its own maximum, those being sampled counted as there.
@@ -126,4 +141,4 @@ class Request:
         ``certain``: of those, count only what comes even if no draft is accepted.
         """
         known = self.num_tokens + (min(self.placeholders, 1) if certain else self.placeholders)
-        return min(self.num_prompt + self.new.max_tokens, max_tokens) - known
+        return self.end_tokens(max_tokens) - known

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,28 +19,15 @@ from pdkv.core.ports import (
     Int32Array,
     Outputs,
     Preempted,
-    TokenSampled,
 )
 from pdkv.core.scheduler.admission import Admission, Admitter, Rows, Verdict, cap_chunk, fit_chunk
+from pdkv.core.scheduler.completion import Completion
 from pdkv.core.scheduler.preemption import choose_victim
 from pdkv.core.scheduler.queues import FcfsQueue, PriorityQueue, WaitingQueue, priority_key
 from pdkv.core.scheduler.request import NO_DRAFTS, Request, Status
+from pdkv.core.scheduler.running import PlanRows, RunningSet
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.producer import Producer
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One request's share of a plan: ``tokens`` tokens from ``start`` on; ``samples`` when they reach the end.
-
-    The last of them may be ``drafts`` (int32[k]), to be checked.
-    """
-
-    request: Request
-    start: int
-    tokens: int
-    samples: bool
-    drafts: Int32Array
 
 
 class Scheduler:
@@ -63,7 +49,8 @@ class Scheduler:
         self._journal = journal
         self._hash = hash_function
         self._admitter = Admitter(config, manager, producer, consumer)
-        self.running: list[Request] = []
+        self.running = RunningSet(manager)
+        self._completion = Completion(config, manager, self.running, journal, hash_function, self.finish)
         self.waiting: WaitingQueue = PriorityQueue() if config.priority_scheduling else FcfsQueue()
         self.holding: deque[Request] = deque()  # waiting with blocks held (loading, loaded): always tried first
         self.completed_step = -1
@@ -83,23 +70,37 @@ class Scheduler:
         self._consumer.arrive(request)
         self.waiting.append(request)
 
-    def schedule(self, step_id: int) -> list[Row]:
+    def schedule(self, step_id: int) -> PlanRows:
         """Rows of plan ``step_id``, in vLLM's order; their blocks are allocated."""
-        chosen: dict[Request, int] = {}
         self._manager.new_step()
         self._alone = len(self.running) + len(self.waiting) + len(self.holding) <= 1
-        budget, preempted = self._schedule_running(chosen, self._config.max_num_batched_tokens)
+        budget, preempted = self._schedule_running(self._config.max_num_batched_tokens)
         self.blocked_by = None
         self.owes_a_step = preempted
         if not preempted:
-            self._schedule_waiting(chosen, budget)
-        return [self._commit(request, tokens, step_id) for request, tokens in chosen.items()]
+            self._schedule_waiting(budget)
+        rows = self.running.commit(step_id)
+        if self._config.speculation is not None:
+            self._commit_drafts(rows)
+        return rows
 
-    def _schedule_running(self, chosen: dict[Request, int], budget: int) -> tuple[int, bool]:
-        index, any_preempted = 0, False
+    def _schedule_running(self, budget: int) -> tuple[int, bool]:
+        """Returns what is left of ``budget``, and whether anybody was preempted.
+
+        Requests that only decode are taken together, as long as they all fit; else each is taken by itself.
+        """
+        running, index, any_preempted = self.running, 0, False
         slots, lookahead = self._drafting_slots, self._config.lookahead_tokens
-        while index < len(self.running) and budget > slots:
-            request = self.running[index]
+        together = self._config.speculation is None
+        while index < len(running) and budget > slots:
+            count = running.decoding(index, budget) if together else 0
+            if count:
+                together = self._manager.grow_by_one(running, index, count)
+                if together:
+                    running.scheduled[running.columns[index : index + count]] = 1
+                    budget, index = budget - count, index + count
+                    continue
+            request = running[index]
             tokens = min(self._wanted_tokens(request), budget - slots)
             tokens = fit_chunk(request, tokens, self._config, start=request.num_computed)
             if tokens <= 0:
@@ -107,22 +108,20 @@ class Scheduler:
                 continue
             fits = True
             while self._manager.allocate_slots(request, tokens, lookahead_tokens=lookahead) is None:
-                victim = choose_victim(self.running, priority_scheduling=self._config.priority_scheduling)
+                victim = choose_victim(running, priority_scheduling=self._config.priority_scheduling)
                 if self._in_flight(victim):
                     return budget, any_preempted  # its blocks cannot come back now: stall a step instead
-                at = self.running.index(victim)
-                was_chosen = victim in chosen
-                budget += chosen.pop(victim) + slots if was_chosen else 0
-                self._preempt(victim, was_chosen=was_chosen)
-                any_preempted = True
-                if at < index:
+                if running.index(victim) < index:
                     index -= 1
+                given = self._preempt(victim)
+                budget += given + slots if given else 0
+                any_preempted = True
                 if victim is request:
                     fits = False
                     break
             if not fits:
                 break
-            chosen[request] = tokens
+            running.scheduled[request.column] = tokens
             budget -= tokens + slots
             index += 1
         return budget, any_preempted
@@ -141,8 +140,8 @@ class Scheduler:
         """Tokens still to come for certain: drafts under way may all be refused."""
         return request.tokens_left(self._max_tokens, certain=self._config.speculation is not None)
 
-    def _schedule_waiting(self, chosen: dict[Request, int], budget: int) -> None:
-        rows, slots = self._rows_so_far(chosen), self._drafting_slots
+    def _schedule_waiting(self, budget: int) -> None:
+        rows, slots = self._rows_so_far(), self._drafting_slots
         skipped_holding: list[Request] = []
         skipped_waiting: list[Request] = []
         while budget > slots and (self.holding or self.waiting):
@@ -174,7 +173,7 @@ class Scheduler:
                 skipped_holding.append(request)
             else:
                 self._start_running(request, admission)
-                chosen[request] = admission.tokens
+                self.running.scheduled[request.column] = admission.tokens
                 budget -= admission.tokens + slots
         self.holding.extendleft(reversed(skipped_holding))
         if self._config.priority_scheduling:
@@ -182,7 +181,11 @@ class Scheduler:
         for request in reversed(skipped_waiting):
             self.waiting.put_back(request)
 
-    def _rows_so_far(self, chosen: dict[Request, int]) -> Rows:
+    def _rows_so_far(self) -> Rows:
+        """Only asked for where drafts may be added to make rows alike."""
+        if self._config.speculation is None:
+            return Rows.MIXED
+        chosen = [request for request in self.running if self.running.scheduled[request.column]]
         if not chosen:
             return Rows.NONE
         return Rows.MIXED if any(request.prefilling for request in chosen) else Rows.DECODE
@@ -231,21 +234,17 @@ class Scheduler:
             )
         )
 
-    def _commit(self, request: Request, tokens: int, step_id: int) -> Row:
-        start = request.num_computed
-        request.num_computed += tokens
-        request.last_step = step_id
-        request.in_flight_tokens += tokens
-        beyond = request.num_computed - request.num_tokens - request.placeholders
-        samples = beyond >= 0
-        request.prefilling = not samples
-        drafts = request.drafts[: max(beyond, 0)]
-        request.drafts = NO_DRAFTS
-        if samples:
-            request.placeholders += 1 + len(drafts)
-            if self._config.max_outstanding_plans > 1 and self._config.speculation is not None:
-                request.drafts = np.full(self._config.speculation.num_tokens, -1, dtype=np.int32)  # not known yet
-        return Row(request, start, tokens, samples, drafts)
+    def _commit_drafts(self, rows: PlanRows) -> None:
+        """Of each row's tokens the last may be drafts, to be checked: a placeholder more for each."""
+        assert self._config.speculation is not None
+        unknown = np.full(self._config.speculation.num_tokens, -1, dtype=np.int32)
+        asynchronous = self._config.max_outstanding_plans > 1
+        for request, beyond, samples in zip(rows.requests, rows.beyond.tolist(), rows.samples.tolist(), strict=True):
+            drafts = request.drafts[: max(beyond, 0)]
+            rows.drafts.append(drafts)
+            request.prefilling = not samples
+            request.placeholders += len(drafts)
+            request.drafts = unknown if samples and asynchronous else NO_DRAFTS
 
     def take_copies(self, step_id: int) -> Int32Array:
         """int32[n, 2] (source, target): what plan ``step_id`` copies before it computes; both ends stay until then."""
@@ -259,44 +258,13 @@ class Scheduler:
 
     # -------------------------------------------------------------------------------------------- after the step
 
-    def complete(self, step_id: int, rows: list[Row], outputs: Outputs) -> None:
+    def complete(self, step_id: int, rows: PlanRows, outputs: Outputs) -> None:
         """The plan has run: its fences pass, its tokens join their requests, and some of those end."""
         self.completed_step = step_id
         while self._deferred and self._deferred[0][0] <= step_id:
             self._manager.release(self._deferred.popleft()[1], joined=True)
             self.blocked_by = None
-        for index, row in enumerate(rows):
-            request = row.request
-            request.in_flight_tokens -= row.tokens
-            if not row.samples or request.status is Status.FINISHED:
-                continue
-            sampled = outputs.tokens[index : index + 1]
-            if len(row.drafts):
-                sampled = np.concatenate((sampled, outputs.more[index]))
-                refused = 1 + len(row.drafts) - len(sampled)
-                request.num_computed -= refused
-                request.placeholders -= refused
-            reason = self._append(request, sampled)
-            if reason is not None:
-                self.finish(request, reason)
-            elif outputs.drafts and self._config.max_outstanding_plans == 1:
-                request.drafts = outputs.drafts[index]
-
-    def _append(self, request: Request, sampled: Int32Array) -> FinishReason | None:
-        """The request's new tokens, as far as none of them ends it; the reason when one does."""
-        reason: FinishReason | None = None
-        for index, token in enumerate(sampled.tolist()):
-            request.append(sampled[index : index + 1])
-            request.placeholders -= 1
-            self._journal.emit(TokenSampled(request_id=request.request_id, at_ns=self._journal.now_ns, token=token))
-            reason = request.ended_by(token, self._max_tokens)
-            if reason is not None:
-                break
-        if self._manager.pool.enable_caching:
-            request.extend_hashes(self._hash)
-            if self._config.max_outstanding_plans > 1:  # blocks that a plan filled before their tokens were known
-                self._manager.cache_blocks(request, request.num_computed - request.placeholders)
-        return reason
+        self._completion.take(rows, outputs)
 
     # ------------------------------------------------------------------------------------------------ ways out
 
@@ -374,13 +342,16 @@ class Scheduler:
         """Take the blocks of all that run, newest first: they stand in the waiting queue in the order of before."""
         self.blocked_by = None
         while self.running:
-            self._preempt(self.running[-1], was_chosen=False)
+            self._preempt(self.running[-1])
 
-    def _preempt(self, victim: Request, *, was_chosen: bool) -> None:
+    def _preempt(self, victim: Request) -> int:
+        """Take its blocks and its place; returns how many tokens it had been given in this step."""
+        given = int(self.running.scheduled[victim.column])
         self.running.remove(victim)
-        if was_chosen:
+        if given:
             self._manager.forget_from(victim, victim.num_computed)
         self._take_blocks(victim, "preempted: its blocks went to another request")
+        return given
 
     def _take_blocks(self, victim: Request, cause: str) -> None:
         """Take all blocks away; the request is computed again later, as far as its blocks cannot be hit."""
@@ -400,11 +371,10 @@ class Scheduler:
         if not self._in_flight(request):
             self._manager.release(request.request_id)
         elif self._manager.num_blocks_of(request.request_id):
-            assert request.last_step is not None
             key = f"deferred:{request.request_id}:{request.sequence}"
             self._manager.rename(request.request_id, key)
             self._manager.move(key, Account.DEFERRED, f"freed; plan {request.last_step} may still use it")
             self._deferred.append((request.last_step, key))
 
     def _in_flight(self, request: Request) -> bool:
-        return request.last_step is not None and request.last_step > self.completed_step
+        return request.last_step > self.completed_step

@@ -13,8 +13,8 @@ from pdkv.core.blocks.holders import GroupHold, Hit, Holder
 from pdkv.core.blocks.kv_events import BlockStored
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.blocks.prefix_index import PrefixIndex
-from pdkv.core.blocks.tables import NULL_BLOCK
-from pdkv.core.ports import BoolArray, Int32Array
+from pdkv.core.blocks.tables import NULL_BLOCK, TableStore
+from pdkv.core.ports import BoolArray, Int32Array, Int64Array
 from pdkv.core.scheduler.request import Request
 from pdkv.units import cdiv
 
@@ -102,6 +102,11 @@ class Kind:
         self.settings = settings
         self.admission_cap: int | None = None  # blocks a request holds at most at once, for kinds that recycle them
         self.drops = group in settings.drafting.groups  # a hit loses its end: the drafter must see it computed
+        self.recycles = True  # blocks may come back before the request ends
+        self.registers = True  # full blocks may be hit
+        self.keeps_prompt_end = False  # what is kept at `prompt_end` is registered anew by every step that begins there
+        # whether requests that decode may be served together: each takes, fills or drops one whole block at a time
+        self.grows_in_bulk = spec.block_size == settings.sizes.hash_tokens
 
     # ------------------------------------------------------------------------------------------------------ lookup
 
@@ -138,7 +143,17 @@ class Kind:
             self.pool.give_back(hold.table.blank(hold.num_dropped, stop)[::-1], holder.account)
             hold.num_dropped = stop
 
+    def may_drop(
+        self, store: TableStore, rows: Int64Array, processed: Int64Array, prompt: Int64Array, ahead: int = 0
+    ) -> BoolArray:
+        """bool[n]: for which tables `drop_skipped` has something to do, once it has dropped ``ahead`` more blocks."""
+        return np.zeros(len(rows), dtype=np.bool_)
+
     # --------------------------------------------------------------------------------------------------- allocating
+
+    def capacity_tokens(self, lengths: Int64Array) -> Int64Array:
+        """int64[n]: for how many tokens tables of ``lengths`` entries have room."""
+        return lengths * self.block_size
 
     def blocks_needed(self, hold: GroupHold | None, demand: Demand) -> int:
         """Free blocks that ``demand`` takes: new ones, hit ones that nobody holds, one for a copy on write."""
@@ -240,6 +255,30 @@ class Kind:
     def block_hashes(self, request: Request) -> HashChain:
         """The request's hashes by whole blocks of this group."""
         return unit_hashes(request.hashes, self.settings.sizes.hash_tokens, self.block_size)
+
+    def prompt_end(self, prompt: Int64Array) -> Int64Array:
+        """int64[n]: the last place inside prompts of so many tokens where a later request can resume."""
+        unit = self.settings.sizes.hash_tokens
+        if self.settings.drafting.groups:
+            return np.maximum(prompt // unit * unit - unit, 0)
+        return (prompt - 1) // unit * unit
+
+    def register_each(
+        self, requests: list[Request], entries: Int64Array, blocks: Int32Array, before: Int32Array
+    ) -> None:
+        """`register` for decoding requests, each of which has filled the block of entry ``entries[i]`` (no events).
+
+        ``before[i]`` stands in front of it. What is filled lies behind every place where a prompt can be resumed.
+        """
+        first = int(entries.min())
+        mask = self.reachable(first, int(entries.max()) + 1, ())
+        kept = blocks != NULL_BLOCK if mask is None else (blocks != NULL_BLOCK) & mask[entries - first]
+        if not kept.all():
+            requests = [requests[at] for at in np.flatnonzero(kept)]
+            entries, blocks, before = entries[kept], blocks[kept], before[kept]
+        if requests:
+            chains = [request.hashes for request in requests]
+            self.pool.insert_each(self.group, chains, entries.tolist(), blocks, before.tolist())
 
     def note_stored(self, request: Request, keys: list[bytes], entries: list[int], first: int, last: int) -> None:
         """Announce ``keys`` of table entries ``entries``, which lie in ``first:last``."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pdkv.core.blocks.groups import FullGroup
 from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.holders import GroupHold
-from pdkv.core.blocks.kinds.base import JointIndex, Kind, unit_hashes
+from pdkv.core.blocks.kinds.base import JointIndex, Kind, Settings, unit_hashes
+from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.ports import Int32Array
 from pdkv.core.scheduler.request import Request
 from pdkv.units import cdiv
@@ -12,6 +14,10 @@ from pdkv.units import cdiv
 
 class FullKind(Kind):
     """Rules of a full-attention group."""
+
+    def __init__(self, spec: FullGroup, group: int, pool: BlockPool, settings: Settings) -> None:
+        super().__init__(spec, group, pool, settings)
+        self.recycles = False
 
     def find(
         self, cached: JointIndex, hashes: HashChain, max_tokens: int, *, drop: bool = False

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from pdkv.core.blocks.groups import CrossGroup, ReferenceWindowGroup, RingGroup
 from pdkv.core.blocks.holders import GroupHold, Holder
 from pdkv.core.blocks.kinds.base import EMPTY, Demand, Kind, Settings
 from pdkv.core.blocks.pool import BlockPool
-from pdkv.core.ports import Int32Array
+from pdkv.core.blocks.tables import NULL_BLOCK, TableStore
+from pdkv.core.ports import BoolArray, Int32Array, Int64Array
 from pdkv.core.scheduler.request import Request
 from pdkv.units import cdiv
 
@@ -17,6 +20,17 @@ class ReferenceWindowKind(Kind):
     def __init__(self, spec: ReferenceWindowGroup, group: int, pool: BlockPool, settings: Settings) -> None:
         super().__init__(spec, group, pool, settings)
         self._window = spec.window
+        self.grows_in_bulk = False
+
+    def may_drop(
+        self, store: TableStore, rows: Int64Array, processed: Int64Array, prompt: Int64Array, ahead: int = 0
+    ) -> BoolArray:
+        """Whether the last block of the gap is still there."""
+        assert not ahead, "the gap does not begin at the table's start"
+        stop = np.minimum(np.maximum(prompt, processed - self._window) // self.block_size, store.lengths[rows])
+        held = store.blocks[rows, stop - 1] != NULL_BLOCK
+        wider: BoolArray = (stop > -(-prompt // self.block_size)) & held
+        return wider
 
     def drop_skipped(self, holder: Holder, processed: int, num_prompt: int) -> None:
         """The gap grows at its right end, so a null entry there says that all of it is gone already."""
@@ -35,6 +49,7 @@ class FixedKind(Kind):
 
     def __init__(self, spec: RingGroup | CrossGroup, group: int, pool: BlockPool, settings: Settings) -> None:
         super().__init__(spec, group, pool, settings)
+        self.recycles = self.registers = self.grows_in_bulk = False
         self._most_encoder_tokens = spec.encoder_tokens if isinstance(spec, CrossGroup) else None
 
     def resident_blocks(self, tokens: int) -> int:
@@ -56,6 +71,10 @@ class FixedKind(Kind):
     def grow(self, holder: Holder, demand: Demand) -> Int32Array:
         """All of it the first time, nothing afterwards."""
         return self._extend(holder, self._fixed(demand))
+
+    def capacity_tokens(self, lengths: Int64Array) -> Int64Array:
+        """It never grows."""
+        return np.full(len(lengths), np.iinfo(np.int64).max)
 
     def first_draft(self, hold: GroupHold, main: int) -> int:
         """None of it is for drafts."""

@@ -11,7 +11,8 @@ from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.holders import GroupHold, Holder
 from pdkv.core.blocks.kinds.base import EMPTY, Demand, JointIndex, Kind, Settings, resume_point, unit_hashes
 from pdkv.core.blocks.pool import BlockPool
-from pdkv.core.ports import BoolArray, Int32Array
+from pdkv.core.blocks.tables import TableStore
+from pdkv.core.ports import BoolArray, Int32Array, Int64Array
 from pdkv.core.scheduler.request import Request
 from pdkv.units import cdiv
 
@@ -26,7 +27,8 @@ class StateKind(Kind):
 
     def __init__(self, spec: StateGroup, group: int, pool: BlockPool, settings: Settings) -> None:
         super().__init__(spec, group, pool, settings)
-        self._aligned = spec.aligned
+        self.grows_in_bulk = False
+        self.keeps_prompt_end = self._aligned = spec.aligned
         self._drafts = spec.speculative_blocks
         self._fresh: set[bytes] = set()  # hashes registered in this step: their states are not computed yet
 
@@ -74,6 +76,22 @@ class StateKind(Kind):
         entry = hold.last_state
         if entry is not None and entry < cdiv(processed, self.block_size) - 1:
             self.pool.give_back(hold.table.blank(entry, entry + 1), holder.account)
+            hold.last_state = None
+
+    def may_drop(
+        self, store: TableStore, rows: Int64Array, processed: Int64Array, prompt: Int64Array, ahead: int = 0
+    ) -> BoolArray:
+        """Whether one more block's end has been passed, or that of the block which the last step started from."""
+        entries = store.dropped[rows] + ahead
+        if self._aligned:
+            started = store.last_state[rows]
+            entries = np.where(started >= 0, np.minimum(entries, started), entries)
+        passed: BoolArray = processed > (entries + 1) * self.block_size
+        return passed
+
+    def capacity_tokens(self, lengths: Int64Array) -> Int64Array:
+        """The drafts' blocks stand behind the running state's."""
+        return (lengths - self._drafts) * self.block_size
 
     def blocks_needed(self, hold: GroupHold | None, demand: Demand) -> int:
         """At most one block a step, the drafts' at first, one for a copy; more than there are while a hit is fresh."""

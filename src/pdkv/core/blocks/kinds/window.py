@@ -8,7 +8,8 @@ from pdkv.core.blocks.groups import WindowGroup
 from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.kinds.base import JointIndex, Kind, Settings, unit_hashes
 from pdkv.core.blocks.pool import BlockPool
-from pdkv.core.ports import BoolArray, Int32Array
+from pdkv.core.blocks.tables import TableStore
+from pdkv.core.ports import BoolArray, Int32Array, Int64Array
 from pdkv.units import cdiv
 
 
@@ -26,6 +27,13 @@ class WindowKind(Kind):
     def skipped_tokens(self, computed: int) -> int:
         """All but the window of the next token (spec block-pool 6.2)."""
         return max(0, computed - self._kept)
+
+    def may_drop(
+        self, store: TableStore, rows: Int64Array, processed: Int64Array, prompt: Int64Array, ahead: int = 0
+    ) -> BoolArray:
+        """Whether the window has left one more block."""
+        left: BoolArray = processed >= (store.dropped[rows] + 1 + ahead) * self.block_size + self._kept
+        return left
 
     def resident_blocks(self, tokens: int) -> int:
         """The window's blocks, and the one it reaches into."""

@@ -1,0 +1,195 @@
+"""One more token for many running requests at once: `KVCacheManager.allocate_slots` of one token each, as arrays.
+
+Almost always that changes nothing. Where it does, a request needs its next block, has filled one that can be hit from
+now on, or no longer needs its first ones. Those requests are found by comparing arrays, and as long as the order of
+single calls cannot show they are served together; else each is served by the single call, which stays the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdkv.core.blocks.groups import Granularity
+from pdkv.core.blocks.kinds.base import Kind
+from pdkv.core.blocks.pool import BlockPool
+from pdkv.core.blocks.tables import NULL_BLOCK, TableStore
+from pdkv.core.ledger import Account
+from pdkv.core.ports import BoolArray, Int64Array
+from pdkv.core.scheduler.request import Request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """n running requests, past their ``prompt`` tokens, that compute one more each; arrays int64[n].
+
+    Their tables are ``rows`` of the stores. They have ``computed`` tokens; those before ``processed`` are looked at by
+    no plan under way; those before ``final`` are known and will then be computed.
+    """
+
+    requests: Sequence[Request]
+    rows: Int64Array
+    prompt: Int64Array
+    computed: Int64Array
+    processed: Int64Array
+    final: Int64Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Due:
+    """Which of n requests have something to do, bool[n, groups]: grow, drop their first blocks, register full ones."""
+
+    grow: BoolArray
+    drop: BoolArray
+    register: BoolArray
+
+    def numbers(self) -> list[int]:
+        """Those requests, in order."""
+        return np.flatnonzero((self.grow | self.drop | self.register).any(axis=1)).tolist()
+
+
+class BulkGrowth:
+    """Finds and serves the requests that a token more means something to; tables are rows of ``stores``, by group."""
+
+    def __init__(
+        self, pool: BlockPool, kinds: Sequence[Kind], stores: Sequence[TableStore], sizes: Granularity
+    ) -> None:
+        self._pool = pool
+        self._kinds = kinds
+        self._stores = stores
+        self._unit = sizes.scheduler_tokens if len(kinds) > 1 and not sizes.fine_hits else 1
+        self._bulk = all(kind.grows_in_bulk for kind in kinds)
+
+    def grow(self, step: Step, single: Callable[[Request], bool]) -> bool:
+        """See `KVCacheManager.grow_by_one`; ``single`` serves one request and says whether it fits."""
+        due = self.due(step)
+        busy = due.numbers()
+        if not busy:
+            return True
+        growing, dropping = due.grow.any(), due.drop.any()
+        if not self._bulk or self._pool.events is not None or (growing and dropping):
+            return all(single(step.requests[at]) for at in busy)
+        if growing and not self._take(step, due.grow):
+            return False
+        if dropping and not self._drop(step, due.drop):
+            return all(single(step.requests[at]) for at in busy)
+        if due.register.any():
+            self._register(step, due.register)
+        return True
+
+    def due(self, step: Step) -> Due:
+        """What a token more means to each."""
+        grow = np.empty((len(step.rows), len(self._kinds)), dtype=np.bool_)
+        drop, register = np.zeros_like(grow), np.zeros_like(grow)
+        for group, (kind, store) in enumerate(zip(self._kinds, self._stores, strict=True)):
+            grow[:, group] = step.computed >= kind.capacity_tokens(store.lengths[step.rows])
+            if kind.recycles:
+                drop[:, group] = kind.may_drop(store, step.rows, step.processed, step.prompt)
+            if self._pool.enable_caching and kind.registers:
+                register[:, group] = self.unregistered(group, step.rows, step.final)
+                if kind.keeps_prompt_end:
+                    register[:, group] |= self._aligned(step.final) == kind.prompt_end(step.prompt)
+        return Due(grow, drop, register)
+
+    def unregistered(self, group: int, rows: Int64Array, final: Int64Array) -> BoolArray:
+        """bool[n]: who has full blocks below ``final`` tokens that registration is not through with."""
+        through: BoolArray = self._aligned(final) // self._kinds[group].block_size <= self._stores[group].hashed[rows]
+        return ~through
+
+    def _aligned(self, tokens: Int64Array) -> Int64Array:
+        """``tokens`` down to where all groups have full blocks."""
+        return tokens - tokens % self._unit if self._unit > 1 else tokens
+
+    def _take(self, step: Step, grow: BoolArray) -> bool:
+        """One bulk pop, handed out by request and group; False when there are not that many."""
+        number, group = np.nonzero(grow)
+        if len(number) > self._pool.num_free:
+            return False
+        blocks = self._pool.take(len(number), Account.RUNNING)
+        for at, store in enumerate(self._stores):
+            mine = group == at
+            store.push(step.rows[number[mine]], blocks[mine])
+        return True
+
+    def _drop(self, step: Step, drop: BoolArray) -> bool:
+        """The first block of each, given back in the order of single calls; False when that is not all there is."""
+        number, group = np.nonzero(drop)
+        entries = np.empty(len(number), dtype=np.int64)
+        blocks = np.empty(len(number), dtype=np.int32)
+        for at, (kind, store) in enumerate(zip(self._kinds, self._stores, strict=True)):
+            mine = group == at
+            row = step.rows[number[mine]]
+            entries[mine] = store.dropped[row]
+            blocks[mine] = store.blocks[row, store.dropped[row]]
+            if kind.may_drop(store, row, step.processed[number[mine]], step.prompt[number[mine]], ahead=1).any():
+                return False
+        held = blocks[blocks != NULL_BLOCK]
+        if len(np.unique(held)) < len(held):
+            return False  # a block of two requests: free only once the second one lets it go
+        for at, store in enumerate(self._stores):
+            row, entry = step.rows[number[group == at]], entries[group == at]
+            store.blocks[row, entry] = NULL_BLOCK
+            store.dropped[row] = entry + 1
+        hashed = self._pool.ledger.hashed(held)
+        self._pool.give_back(held[~hashed][::-1], Account.RUNNING)  # each goes to the front, before the one before
+        self._pool.give_back(held[hashed], Account.RUNNING)
+        return True
+
+    def _register(self, step: Step, register: BoolArray) -> None:
+        """The block that each has filled."""
+        for group, (kind, store) in enumerate(zip(self._kinds, self._stores, strict=True)):
+            number = np.flatnonzero(register[:, group])
+            if len(number):
+                row = step.rows[number]
+                entries = store.hashed[row]
+                store.hashed[row] = entries + 1
+                before = np.where(entries > 0, store.blocks[row, entries - 1], NULL_BLOCK)
+                filled = [step.requests[at] for at in number.tolist()]
+                kind.register_each(filled, entries, store.blocks[row, entries], before)
+
+    # --------------------------------------------------------------------------------------------- many steps at once
+
+    @property
+    def can_stride(self) -> bool:
+        """Whether many steps can be taken together: nothing comes back in between, and nobody listens."""
+        return self._bulk and self._pool.events is None and not any(kind.recycles for kind in self._kinds)
+
+    def _missing(self, group: int, rows: Int64Array, tokens: Int64Array) -> Int64Array:
+        """int64[n]: blocks that the requests of ``rows`` need for ``tokens`` tokens, beyond those they have."""
+        kind, lengths = self._kinds[group], self._stores[group].lengths[rows]
+        beyond = np.maximum(tokens - kind.capacity_tokens(lengths), 0)
+        missing: Int64Array = -(-beyond // kind.block_size)
+        return missing
+
+    def steps_with_room(self, rows: Int64Array, computed: Int64Array, steps: int) -> int:
+        """See `KVCacheManager.steps_with_room`."""
+        low, high = 0, steps
+        while low < high:
+            middle = (low + high + 1) // 2
+            demand = sum(int(self._missing(group, rows, computed + middle).sum()) for group in range(len(self._kinds)))
+            low, high = (middle, high) if demand <= self._pool.num_free else (low, middle - 1)
+        return low
+
+    def stride(self, rows: Int64Array, computed: Int64Array, steps: int) -> None:
+        """Blocks for ``steps`` tokens more for each, popped in the order (step, request, group)."""
+        wanted = []
+        for group, (kind, store) in enumerate(zip(self._kinds, self._stores, strict=True)):
+            number, entry = spread(store.lengths[rows], self._missing(group, rows, computed + steps))
+            wanted.append((number, entry, entry * kind.block_size - computed[number]))
+        step = np.concatenate([steps_of for _, _, steps_of in wanted])
+        number = np.concatenate([numbers for numbers, _, _ in wanted])
+        blocks = np.empty(len(step), dtype=np.int32)
+        blocks[np.lexsort((number, step))] = self._pool.take(len(step), Account.RUNNING)  # stable: by group at last
+        at = 0
+        for (number, entry, _), store in zip(wanted, self._stores, strict=True):
+            store.put(rows[number], entry, blocks[at : at + len(number)])
+            at += len(number)
+
+
+def spread(first: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """``counts[i]`` pairs (i, ``first[i]`` and on) for each i, as two int64 arrays."""
+    number = np.repeat(np.arange(len(counts)), counts)
+    offset = np.arange(len(number)) - np.repeat(counts.cumsum() - counts, counts)
+    return number, first[number] + offset

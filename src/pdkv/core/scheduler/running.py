@@ -1,0 +1,203 @@
+"""Running requests as arrays, so that a step which only decodes costs a few array operations however many there are."""
+
+from __future__ import annotations
+
+from collections import Counter as Multiset
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.core.blocks.manager import KVCacheManager
+from pdkv.core.ports import BoolArray, Int32Array, Int64Array
+from pdkv.core.scheduler.counters import Counters
+from pdkv.core.scheduler.request import Request, Status
+
+Columns = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanRows:
+    """What a plan computes, in running order: ``tokens[i]`` tokens of ``requests[i]`` from ``start[i]`` on.
+
+    Arrays have n entries. ``known`` tokens it had when the plan was made, the last of them ``last_token``. ``beyond``
+    is how far its share reaches beyond the last known or expected one, up to where it ``samples``; with speculation
+    ``drafts[i]`` int32[k] stand there (else the list is empty). ``columns`` are the places of requests ``sequence`` in
+    the running set, unless they have left since.
+    """
+
+    requests: Sequence[Request]
+    columns: Columns
+    sequence: Int64Array
+    start: Int64Array
+    tokens: Int64Array
+    known: Int64Array
+    last_token: Int64Array
+    beyond: Int64Array
+    drafts: list[Int32Array] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def samples(self) -> BoolArray:
+        """bool[n]: which rows sample a token."""
+        return self.beyond >= 0
+
+    @property
+    def num_drafts(self) -> Int32Array:
+        """int32[n]: how many of each row's last tokens are drafts."""
+        return np.fromiter(map(len, self.drafts), dtype=np.int32) if self.drafts else np.zeros(len(self), np.int32)
+
+
+class RunningSet(Sequence[Request]):
+    """The running requests, most recently admitted last; ``columns`` intp[n] are their places in ``counters``.
+
+    A request's numbers move into ``counters`` when it comes in and out again when it leaves, its block tables likewise
+    (`KVCacheManager.seat`). Arrays by column, for the request that stands there: ``sequence`` (-1: nobody), ``prompt``
+    tokens, ``end`` (tokens with which it ends by length), ``decode_end`` (the same, 0 for requests that are planned one
+    by one), ``scheduled`` (tokens of the plan being made).
+    """
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self.counters = Counters(0)
+        self.columns: Columns = np.empty(0, dtype=np.intp)
+        self.sequence = self.prompt = self.end = self.decode_end = self.scheduled = np.empty(0, dtype=np.int64)
+        self._manager = manager
+        self._requests: list[Request] = []
+        self._vacant: list[int] = []
+        self._stops: Multiset[int] = Multiset()  # in how many requests a token is a stop token
+
+    # -------------------------------------------------------------------------------------------------- as a sequence
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Request]: ...
+    def __getitem__(self, index: int | slice) -> Request | list[Request]:
+        return self._requests[index]
+
+    def append(self, request: Request) -> None:
+        """``request`` runs from now on; it must hold blocks."""
+        if not self._vacant:
+            self._grow()
+        column = self._vacant.pop()
+        request.move_counters(self.counters, column)
+        self._manager.seat(request.request_id, column)
+        self._requests.append(request)
+        self.columns = np.append(self.columns, column)
+        self.sequence[column] = request.sequence
+        self.prompt[column] = request.num_prompt
+        self.end[column] = request.end_tokens(self._manager.max_request_tokens)
+        self.decode_end[column] = 0 if request.new.produce else self.end[column]
+        self._stops.update(request.new.stop_token_ids)
+
+    def remove(self, request: Request) -> None:
+        """``request`` runs no longer. Its column may be another's from now on."""
+        at, column = self._requests.index(request), request.column
+        del self._requests[at]
+        self.columns = np.delete(self.columns, at)
+        request.move_counters(Counters(), 0)
+        self._manager.unseat(request.request_id)
+        self.sequence[column], self.scheduled[column] = -1, 0
+        self._stops.subtract(request.new.stop_token_ids)
+        self._stops += Multiset()  # drops those that nobody has any more
+        self._vacant.append(column)
+
+    def _grow(self) -> None:
+        before = len(self.sequence)
+        columns = max(16, 2 * before)
+        self.counters.grow(columns)
+        for name in ("sequence", "prompt", "end", "decode_end", "scheduled"):
+            grown = np.zeros(columns, dtype=np.int64)
+            grown[:before] = getattr(self, name)
+            setattr(self, name, grown)
+        self.sequence[before:] = -1
+        self._vacant += reversed(range(before, columns))
+
+    # ----------------------------------------------------------------------------------------------- planning a step
+
+    def decoding(self, first: int, limit: int) -> int:
+        """How many requests from number ``first`` on, at most ``limit``, want just the next token behind the prompt."""
+        columns = self.columns[first : first + limit]
+        computed = self.counters.num_computed[columns]
+        known = self.counters.num_tokens[columns] + self.counters.placeholders[columns]
+        others = (known - computed != 1) | (computed < self.prompt[columns]) | (known >= self.decode_end[columns])
+        return int(others.argmax()) if others.any() else len(columns)
+
+    def fewest_tokens_left(self) -> int:
+        """How many more tokens the first request to end by length can have; somebody must run."""
+        known = self.counters.num_tokens[self.columns] + self.counters.placeholders[self.columns]
+        return int((self.end[self.columns] - known).min())
+
+    def commit(self, step_id: int) -> PlanRows:
+        """What was ``scheduled`` becomes plan ``step_id``: its tokens count as computed from now on."""
+        columns, requests = self.columns, self._requests
+        tokens = self.scheduled[columns]
+        chosen = tokens > 0
+        if chosen.all():
+            requests = requests.copy()
+        else:
+            columns, tokens = columns[chosen], tokens[chosen]
+            requests = [requests[at] for at in np.flatnonzero(chosen)]
+        counters = self.counters
+        start, known = counters.num_computed[columns], counters.num_tokens[columns]
+        beyond = start + tokens - known - counters.placeholders[columns]
+        counters.num_computed[columns] += tokens
+        counters.in_flight_tokens[columns] += tokens
+        counters.placeholders[columns] += beyond >= 0
+        counters.last_step[columns] = step_id
+        self.scheduled[columns] = 0
+        last = counters.last_token[columns]
+        return PlanRows(requests, columns, self.sequence[columns], start, tokens, known, last, beyond)
+
+    # ----------------------------------------------------------------------------------------------- after the step
+
+    def settle(self, rows: PlanRows) -> Columns:
+        """``rows`` have been computed; returns the numbers of those that sampled a token and still run."""
+        present = self.sequence[rows.columns] == rows.sequence
+        columns = rows.columns[present]
+        self.counters.in_flight_tokens[columns] -= rows.tokens[present]
+        return np.flatnonzero(present & rows.samples)
+
+    def append_tokens(self, requests: Sequence[Request], columns: Columns, tokens: Int32Array) -> None:
+        """The token that each of ``requests``, which stand in ``columns``, had a placeholder for."""
+        at = self.counters.num_tokens[columns]
+        for request, position, token in zip(requests, at.tolist(), tokens.tolist(), strict=True):
+            buffer = request.buffer
+            if position == len(buffer):
+                buffer = request.widen()
+            buffer[position] = token
+        self.counters.placeholders[columns] -= 1
+        self.counters.num_tokens[columns] = at + 1
+        self.counters.last_token[columns] = tokens
+
+    def may_end(self, columns: Columns, tokens: Int32Array) -> Columns:
+        """Which of these requests have all their tokens now, or a last one that is a stop token for somebody."""
+        full = self.counters.num_tokens[columns] >= self.end[columns]
+        if not self._stops.keys().isdisjoint(tokens.tolist()):
+            full |= np.isin(tokens, np.fromiter(self._stops, dtype=np.int32, count=len(self._stops)))
+        return np.flatnonzero(full)
+
+    def check(self) -> None:
+        """Compare the arrays with the requests; raises ``AssertionError`` on any difference."""
+        assert len(set(self.columns.tolist())) == len(self.columns) == len(self._requests), "running: columns differ"
+        assert len(self.columns) + len(self._vacant) == len(self.sequence), "running: a column is lost"
+        stops: Multiset[int] = Multiset()
+        for request, column in zip(self._requests, self.columns.tolist(), strict=True):
+            stops.update(request.new.stop_token_ids)
+            assert request.status is Status.RUNNING
+            assert (request.counters, request.column) == (self.counters, column), f"{request.request_id}: misplaced"
+            assert self.sequence[column] == request.sequence
+            assert self.end[column] == request.end_tokens(self._manager.max_request_tokens)
+            assert request.last_token == request.tokens[-1], f"{request.request_id}: its last token differs"
+        assert stops == self._stops, "running: stop tokens differ"
+        assert not self.scheduled.any(), "running: something is scheduled between plans"
