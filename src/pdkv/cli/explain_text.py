@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pdkv.cli.live_text import COLOURS, finding_line, live_view
 from pdkv.explain.compare import Comparison
-from pdkv.explain.report import Explanation, Finding, Recomputed, Severity
+from pdkv.explain.live import Live
+from pdkv.explain.report import Explanation, Recomputed, Severity
 from pdkv.explain.sources import Answer, Directory
 from pdkv.units import format_bytes
-
-_COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
 
 
 def print_all(answer: Answer) -> None:
@@ -22,6 +22,8 @@ def print_all(answer: Answer) -> None:
         _print_directory(console, answer)
     elif isinstance(answer, Comparison):
         _print_comparison(console, answer)
+    elif isinstance(answer, Live):
+        console.print(live_view(answer), soft_wrap=False)
     else:
         _print_start(console, answer)
 
@@ -55,15 +57,7 @@ def _print_start(console: Console, start: Explanation) -> None:
     }
     console.print(verdict[start.agrees])
     for finding in start.findings:
-        print_finding(console, finding)
-
-
-def print_finding(console: Console, finding: Finding) -> None:
-    """One line: what, how much, what to do."""
-    colour = _COLOURS[finding.severity]
-    size = "" if finding.bytes is None else f" [dim]({format_bytes(finding.bytes)})[/]"
-    effect = "" if finding.effect is None else f" -> {escape(finding.effect)}"
-    console.print(f"[{colour}]{escape(finding.id)}[/]: {escape(finding.text)}{size}{effect}")
+        console.print(finding_line(finding))
 
 
 def _shape_text(numbers: Recomputed) -> str:
@@ -92,7 +86,7 @@ def _print_directory(console: Console, directory: Directory) -> None:
             "-" if seen["kv_cache_size_tokens"] is None else f"{seen['kv_cache_size_tokens']:,}",
             "-" if seen["max_concurrency"] is None else f"{seen['max_concurrency']:.2f}x",
             {True: "yes", False: "[yellow]no[/]", None: "-"}[start.agrees],
-            "" if worst is None else f"[{_COLOURS[worst.severity]}]{escape(worst.id)}[/]",
+            "" if worst is None else f"[{COLOURS[worst.severity]}]{escape(worst.id)}[/]",
         )
     console.print(table, soft_wrap=False)
     for refused in directory.refused:
@@ -122,7 +116,7 @@ def _print_comparison(console: Console, comparison: Comparison) -> None:
             console.print(f"  {setting.setting}: {escape(str(setting.a))} -> {escape(str(setting.b))}")
     console.print()
     for finding in change.findings:
-        print_finding(console, finding)
+        console.print(finding_line(finding))
 
 
 def _signed(count: int) -> str:

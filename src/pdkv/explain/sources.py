@@ -8,11 +8,13 @@ from pathlib import Path
 
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.explain.compare import Comparison, compare
+from pdkv.explain.live import Live, watch
 from pdkv.explain.naming import find_named
 from pdkv.explain.report import Explanation
 from pdkv.explain.start import Start, read_start
 from pdkv.explain.startup import explain_start
 from pdkv.logs.parser import read_startup_log
+from pdkv.logs.scrape import is_url
 from pdkv.logs.startup import StartupLog
 from pdkv.models.spec import ModelSpec
 from pdkv.source import find_spec
@@ -34,14 +36,19 @@ class Directory:
     refused: tuple[Refused, ...]
 
 
-Answer = Explanation | Directory | Comparison
+Answer = Explanation | Directory | Comparison | Live
 
 
-def explain_sources(sources: Sequence[str], *, model: str | None = None) -> Answer:
-    """Explain one log or a directory of logs, or compare two logs.
+def explain_sources(sources: Sequence[str], *, model: str | None = None, interval_s: float = 0.0) -> Answer:
+    """Explain one log or a directory of logs, compare two logs, or look at running servers by their URLs.
 
     Raises ConfigError when a source cannot be read or is not what it should be.
     """
+    urls = [source for source in sources if is_url(source)]
+    if urls:
+        if len(urls) != len(sources):
+            raise ConfigError("logs and URLs cannot be mixed; give the one or the other")
+        return watch(urls, interval_s)
     spec = None if model is None else find_spec(model).spec
     if len(sources) == 1 and Path(sources[0]).is_dir():
         return _directory(Path(sources[0]), spec)

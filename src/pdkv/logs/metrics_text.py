@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pdkv.errors import ConfigError
@@ -65,7 +65,14 @@ class Metrics:
 
     def of(self, **labels: str) -> Metrics:
         """Only the samples with ``labels``: one engine of several."""
-        kept = {name: self.series(name, **labels) for name in self.samples}
+        return self._where(lambda sample: labels.items() <= sample.labels.items())
+
+    def about(self, labels: Mapping[str, str]) -> Metrics:
+        """The samples that do not contradict ``labels``; those that lack some of them are about all engines."""
+        return self._where(lambda sample: all(sample.labels.get(key, value) == value for key, value in labels.items()))
+
+    def _where(self, holds: Callable[[Sample], bool]) -> Metrics:
+        kept = {name: [sample for sample in samples if holds(sample)] for name, samples in self.samples.items()}
         return Metrics({name: samples for name, samples in kept.items() if samples})
 
 
