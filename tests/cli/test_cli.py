@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pdkv.cli.main import app
+from pdkv.cli.main import app, run
 from pdkv.errors import ConfigError
 from pdkv.serve.options import InstanceOptions, RouterOptions, ServeOptions
 
@@ -55,6 +55,37 @@ def test_plan_of_a_pasted_command() -> None:
     assert "no effect on KV memory: --port" in piped.stdout
 
 
+def test_any_flag_of_vllm_is_taken() -> None:
+    flags = ["--enforce-eager", "--speculative-config", '{"method":"ngram","num_speculative_tokens":2}', "--port", "1"]
+    done = pdkv("plan", *flags, "smollm2", "--kv-cache-memory-bytes", "1G", "--emit")
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [
+        "vllm serve HuggingFaceTB/SmolLM2-135M-Instruct \\",
+        "  --kv-cache-memory-bytes 1073741824 \\",
+        "  --enforce-eager \\",
+        '  --speculative-config \'{"method":"ngram","num_speculative_tokens":2}\'',
+    ]
+    again = pdkv("plan", "--command", done.stdout, "--emit")
+    assert again.stdout == done.stdout
+
+
+def test_other_answers(tmp_path: Path) -> None:
+    model = ["plan", "smollm2", "--kv-cache-memory-bytes", "100MiB"]
+    table = json.loads(pdkv(*model, "--compare", "kv_cache_dtype=auto:fp8,tensor_parallel_size=1:2", "--json").stdout)
+    assert [cell["refused"] is None for cell in table["cells"]] == [True, False, True, False]
+    solved = json.loads(pdkv(*model, "--target-concurrency", "7", "--at-tokens", "1000", "--json").stdout)
+    assert solved["best"]["gpus"] == 1
+    assert solved["best"]["kv_cache_dtype"] == "fp8"
+    written = pdkv(*model, "--report", str(tmp_path / "new" / "folder"))
+    assert written.stdout.strip() == str(tmp_path / "new" / "folder" / "plan.html")
+    assert "<svg" in (tmp_path / "new" / "folder" / "plan.html").read_text()
+    decode = pdkv(*model, "--role", "decode", "--emit")
+    assert decode.stdout.endswith(
+        """--kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_consumer"}'\n"""
+    )
+    assert "vLLM will not start like this" in decode.stderr
+
+
 def test_what_does_not_fit_is_an_answer() -> None:
     done = pdkv("plan", "smollm2", "--kv-cache-memory-bytes", "100MiB")
     assert done.returncode == 0
@@ -66,13 +97,6 @@ def test_what_does_not_fit_is_an_answer() -> None:
     ("arguments", "says"),
     [
         (["plan", "smollm2"], "Give --gpu"),
-        (["plan"], "which model? Give MODEL"),
-        (["plan", "--command", "vllm serve --port 1"], "the text of --command names none"),
-        (["plan", "--command", "vllm serve smollm2 -tp"], "--tensor-parallel-size needs a value"),
-        (["plan", "smollm2", "--kv-cache-memory-bytes", "1G", "-tp", "2"], "9 attention heads"),
-        (["plan", "smollm2", "--kv-cache-memory-bytes", "1G", "--attention-backend", "FLASHMLA"], "FLASHMLA"),
-        (["plan", "smollm2", "--kv-cache-memory-bytes", "-1"], "--kv-cache-memory-bytes '-1'"),
-        (["plan", "smollm2", "--kv-transfer-config", "{"], "--kv-transfer-config is not valid JSON"),
         (["plan", "no-such-model", "--kv-cache-memory-bytes", "1G"], "no-such-model: not a name in the catalogue"),
         (["plan", "smollm2", "--kv-cache-memory-bytes", "lots"], "--kv-cache-memory-bytes 'lots': not a number"),
         (["plan", "smollm2", "--kv-cache-memory-bytes", "1G", "--kv-cache-dtype", "fp7"], "there is no such type"),
@@ -91,8 +115,54 @@ def test_refusals_exit_2_with_one_line_and_no_traceback(arguments: list[str], sa
     assert "Traceback" not in done.stderr
 
 
+SMALL = ("plan", "smollm2", "--kv-cache-memory-bytes", "1G")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["plan"], "which model? Give MODEL"),
+        (
+            ["plan", "smollm2", "--no-such-option"],
+            "--no-such-option: neither an option of pdkv plan",
+        ),
+        (["plan", "smollm2", "llama"], "llama: neither an option of pdkv plan"),
+        (["plan", "smollm2", "--gpu", "h1000"], "--gpu h1000: no such device"),
+        (["plan", "smollm2", "--gpu", "h100", "--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization 1.5"),
+        ([*SMALL, "--watermark", "3"], "--watermark 3.0"),
+        ([*SMALL, "--role", "judge"], "--role judge: there are decode"),
+        ([*SMALL, "--request-rate", "2"], "--prompt-tokens and --output"),
+        ([*SMALL, "--compare", "mood"], "--compare mood: there are"),
+        ([*SMALL, "--target-concurrency", "9"], "belong together"),
+        ([*SMALL, "--max-gpus", "0"], "belong together"),
+        (
+            [*SMALL, "--report", "/dev/null/x"],
+            "--report /dev/null/x: cannot write",
+        ),
+        (["verify", "ftp://x", "--plan", "pyproject.toml"], "pyproject.toml is not a plan"),
+        (["plan", "--command", "vllm serve --port 1"], "the text of --command names none"),
+        (["plan", "--command", "vllm serve smollm2 -tp"], "--tensor-parallel-size needs a value"),
+        ([*SMALL, "-tp", "2"], "9 attention heads"),
+        ([*SMALL, "--attention-backend", "FLASHMLA"], "FLASHMLA"),
+        (["plan", "smollm2", "--kv-cache-memory-bytes", "-1"], "--kv-cache-memory-bytes '-1'"),
+        (["plan", "smollm2", "--kv-transfer-config", "{"], "--kv-transfer-config is not valid JSON"),
+    ],
+)
+def test_refusals_of_plan_and_verify(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    """As above, without a process for each."""
+    monkeypatch.setattr(sys, "argv", ["pdkv", *arguments])
+    with pytest.raises(SystemExit) as end:
+        run()
+    printed = capsys.readouterr()
+    assert end.value.code == 2
+    assert printed.out == ""
+    assert printed.err.startswith("pdkv: ")
+    assert says in printed.err
+
+
 def test_usage_errors_exit_2() -> None:
-    assert pdkv("plan", "smollm2", "--no-such-option").returncode == 2
     assert pdkv("fly").returncode == 2
 
 

@@ -41,7 +41,7 @@ def transfers(draw: st.DrawFn, depth: int = 1) -> KvTransfer:
 OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "kv_cache_memory_bytes": maybe(POSITIVE),
     "num_gpu_blocks_override": maybe(POSITIVE),
-    "gpu_memory_utilization": st.floats(0.01, 1.0),
+    "gpu_memory_utilization": maybe(st.floats(0.01, 1.0)),
     "block_size": maybe(SIZES),
     "max_model_len": st.none() | st.just("auto") | POSITIVE,
     "max_num_batched_tokens": maybe(POSITIVE),

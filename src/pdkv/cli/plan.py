@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from pdkv.cli.values import parse_count, parse_max_model_len, parse_optional_count
+from pdkv.cli.values import parse_max_model_len, parse_optional_count
 from pdkv.errors import ConfigError
 
-if TYPE_CHECKING:
-    from pdkv.plan.compare import Comparison
-    from pdkv.plan.decode import Workload
-    from pdkv.plan.kv_transfer import KvTransfer
-    from pdkv.plan.options import PlanOptions
-    from pdkv.plan.report import PlanReport
-    from pdkv.plan.sizing import Sized
+# Flags of vLLM that are not options of our own are left to the reader of its command lines.
+_SETTINGS = {"help_option_names": ["-h", "--help"], "allow_extra_args": True, "ignore_unknown_options": True}
 
-app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, add_completion=False)
+app = typer.Typer(context_settings=_SETTINGS, add_completion=False)
 
 _MODEL, _SPLIT, _TYPES = "Model and memory", "How it is split over GPUs", "How KV is kept"
 _SPLIT_PD, _ANSWERS = "Prefill and decode apart", "Other answers than a plan"
 
 
-@app.command()
+@app.command(context_settings=_SETTINGS)
 def plan(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="A known model (smollm2), a directory, or a config.json.")
     ] = None,
@@ -181,8 +175,8 @@ def plan(
         ),
     ] = None,
     max_gpus: Annotated[
-        int, typer.Option(metavar="N", rich_help_panel=_ANSWERS, help="Look no further than this.")
-    ] = 64,
+        int | None, typer.Option(metavar="N", rich_help_panel=_ANSWERS, help="Look no further than this (64).")
+    ] = None,
     compare: Annotated[
         str | None,
         typer.Option(
@@ -199,7 +193,12 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
-    """KV capacity of MODEL by vLLM's own rules, to the block. Needs no GPU and no torch."""
+    """KV capacity of MODEL by vLLM's own rules, to the block. Needs no GPU and no torch.
+
+    Any other flag of `vllm serve` may be given too (--enforce-eager, --speculative-config ...).
+    """
+    from pdkv.cli.plan_run import Asked, transfer, workload
+
     given: dict[str, Any] = {
         "gpu": gpu,
         "gpu_memory_bytes": parse_optional_count("--gpu-memory-bytes", gpu_memory_bytes),
@@ -220,7 +219,7 @@ def plan(
         "mamba_ssm_cache_dtype": mamba_ssm_cache_dtype,
         "attention_backend": attention_backend,
         "disable_hybrid_kv_cache_manager": disable_hybrid_kv_cache_manager,
-        "kv_transfer": _transfer(kv_transfer_config, role),
+        "kv_transfer": transfer(kv_transfer_config, role),
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size,
         "data_parallel_size": data_parallel_size,
@@ -228,8 +227,11 @@ def plan(
         "vllm_version": vllm_version,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    asked = _Asked(model, command, given, calibrate)
-    if target_concurrency is not None or at_tokens is not None:
+    words = [] if model is None else [model]
+    asked = Asked([*words, *context.args], command, given, calibrate)
+    if target_concurrency is not None or at_tokens is not None or max_gpus is not None:
+        if compare is not None or report is not None or emit:
+            raise ConfigError("--target-concurrency is an answer of its own: leave out --compare, --report and --emit")
         asked.solve(target_concurrency, at_tokens, max_gpus, as_json=as_json)
         return
     load = {
@@ -240,148 +242,7 @@ def plan(
         "prefill_time_s": prefill_time,
         "transfer_bandwidth": parse_optional_count("--transfer-bandwidth", transfer_bandwidth),
     }
-    asked.plan(_workload(load), compare, report, emit=emit, as_json=as_json)
-
-
-class _Asked:
-    """What was asked for: the model and the settings, of the pasted command and of our own command line."""
-
-    def __init__(self, model: str | None, command: str | None, given: dict[str, Any], log: Path | None) -> None:
-        from pdkv.plan.calibrate import calibration
-        from pdkv.plan.options import PlanOptions
-        from pdkv.plan.vllm_args import ServeCommand, parse_command
-        from pdkv.source import find_spec
-
-        asked = ServeCommand(model=None, options=PlanOptions()) if command is None else parse_command(_text(command))
-        name = model or asked.model
-        if name is None:
-            raise ConfigError(
-                "which model? Give MODEL, for example `pdkv plan smollm2`, a directory or a config.json"
-                + ("; the text of --command names none" if command is not None else "")
-            )
-        self.name, self.command = name, asked
-        self.calibration = None if log is None else calibration(log)
-        # What was said on our own command line wins over the pasted one, and that over the log's.
-        base = PlanOptions() if self.calibration is None else PlanOptions(**self.calibration.options)
-        self.options = replace(base, **{**asked.given, **given})
-        self.model = find_spec(name, asked.overrides)
-
-    def resize(self, options: PlanOptions) -> Sized:
-        """The model under other options."""
-        from pdkv.plan.planner import size_planned
-
-        return size_planned(self.model, options, self.calibration)
-
-    def solve(self, concurrency: int | None, at_tokens: str | None, max_gpus: int, *, as_json: bool) -> None:
-        from pdkv.plan.solve import Target, solve
-
-        if concurrency is None or at_tokens is None:
-            raise ConfigError(
-                "--target-concurrency N and --at-tokens L belong together: N requests of L tokens at once"
-            )
-        target = Target(concurrency=concurrency, tokens=parse_count("--at-tokens", at_tokens), max_gpus=max_gpus)
-        found = solve(self.model.spec, self.options, target, self.resize)
-        if as_json:
-            _print_json(found)
-        else:
-            from pdkv.cli.plan_tables import print_solution
-
-            print_solution(found)
-
-    def plan(
-        self, workload: Workload | None, compare: str | None, report: Path | None, *, emit: bool, as_json: bool
-    ) -> None:
-        from pdkv.plan.planner import make_plan
-
-        table = None if compare is None else self._compare(compare)
-        if table is not None and report is None:
-            if as_json:
-                _print_json(table)
-            else:
-                from pdkv.cli.plan_tables import print_comparison
-
-                print_comparison(table)
-            return
-        plan = make_plan(
-            self.model,
-            self.options,
-            self.calibration,
-            workload=workload,
-            served_as=self.name,
-            overrides=self.command.overrides,
-        )
-        plan = replace(plan, warnings=(*self.command.warnings, *plan.warnings))
-        if report is not None:
-            self._write(report, plan, table)
-        elif emit:
-            print(plan.command)
-            if not plan.capacity.fits:
-                print("pdkv: vLLM will not start like this: the longest request does not fit", file=sys.stderr)
-        elif as_json:
-            _print_json(plan)
-        else:
-            from pdkv.cli.plan_text import print_report
-
-            print_report(plan, irrelevant=self.command.irrelevant)
-
-    def _compare(self, text: str) -> Comparison:
-        from pdkv.plan.compare import compare, parse_dimensions
-
-        return compare(parse_dimensions(text, self.model.spec, self.options), self.options, self.resize)
-
-    def _write(self, folder: Path, plan: PlanReport, table: Comparison | None) -> None:
-        from pdkv.plan.curves import concurrency_by_length
-        from pdkv.plan.page import page
-
-        by_type = self._compare("kv_cache_dtype")
-        text = page(plan, by_type, concurrency_by_length(self.resize, self.options), table)
-        path = folder / "plan.html"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--report {folder}: cannot write there ({error.strerror or error})") from error
-        print(path)
-
-
-def _transfer(config: str | None, role: str | None) -> KvTransfer | None:
-    """The connector of ``--kv-transfer-config``, or what ``--role`` stands for: NIXL, pulled by D."""
-    from pdkv.plan.kv_transfer import parse_kv_transfer
-
-    roles = {"decode": "kv_consumer", "prefill": "kv_producer"}
-    if role is not None and role not in roles:
-        raise ConfigError(f"--role {role}: there are {', '.join(roles)}")
-    if config is not None and role is not None:
-        raise ConfigError("--role and --kv-transfer-config say the same thing; give one of them")
-    if role is not None:
-        return parse_kv_transfer({"kv_connector": "NixlConnector", "kv_role": roles[role]})
-    return None if config is None else parse_kv_transfer(config)
-
-
-def _workload(load: dict[str, Any]) -> Workload | None:
-    """The load, when one was described. Raises ConfigError for one without its lengths."""
-    from pdkv.plan.decode import Workload
-
-    if all(value is None for value in load.values()):
-        return None
-    if load["prompt_tokens"] is None or load["output_tokens"] is None:
-        raise ConfigError("a load needs --prompt-tokens and --output-tokens of an average request")
-    return Workload(**load)
-
-
-def _print_json(value: object) -> None:
-    import msgspec
-
-    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-
-
-def _text(command: str) -> str:
-    """The text itself, or what stands on stdin; at most what could be a command."""
-    if command != "-":
-        return command
-    from pdkv.plan.command_text import MOST_CHARACTERS
-
-    return sys.stdin.read(MOST_CHARACTERS + 1)
+    asked.plan(workload(load), compare, report, emit=emit, as_json=as_json)
 
 
 def _split(text: str) -> tuple[str, ...]:

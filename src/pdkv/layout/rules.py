@@ -90,6 +90,11 @@ class VllmRules:
         return self._since("0.21")
 
     @property
+    def default_utilization(self) -> float:
+        """Share of a GPU's memory that is used unless the user says otherwise (pull request 38284)."""
+        return 0.92 if self._since("0.21") else 0.9
+
+    @property
     def connectors_keep_hybrid_manager(self) -> bool:
         """Whether a KV connector that supports the hybrid manager leaves it on by default (pull request 41847).
 

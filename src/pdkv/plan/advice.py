@@ -186,7 +186,7 @@ def _budget(sized: Sized) -> Iterator[Lever]:
     options = sized.options
     if options.kv_cache_memory_bytes is not None or options.num_gpu_blocks_override is not None:
         return
-    if options.gpu_memory_utilization < _FULL_SHARE:
+    if options.utilization < _FULL_SHARE:
         yield Lever(
             "gpu-memory-utilization",
             f"where nothing else runs on the GPU, give vLLM more of it: --gpu-memory-utilization {_FULL_SHARE}",

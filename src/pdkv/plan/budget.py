@@ -51,7 +51,7 @@ def estimate(
     what the GPU is, UnsupportedModel when the weights are not known.
     """
     total, gpu = device_memory(options, calibration)
-    requested = math.ceil(total * options.gpu_memory_utilization)
+    requested = math.ceil(total * options.utilization)
     weights = plan_weights(model, options, with_draft=is_part_of_model(options.speculative_method))
     notes = (*_notes(options, gpu, weights, calibration), *_start_check(options, total, requested, constants))
     corrections = Corrections() if calibration is None else _corrections(model, options, calibration, constants, total)
@@ -247,7 +247,7 @@ def _start_check(options: PlanOptions, total: int, requested: int, constants: Me
         return ()
     most = math.floor(1000 * (total - held) / total) / 1000
     return (
-        f"--gpu-memory-utilization {options.gpu_memory_utilization:g} asks for {format_bytes(requested)}, and about "
+        f"--gpu-memory-utilization {options.utilization:g} asks for {format_bytes(requested)}, and about "
         f"{format_bytes(total - held)} are free when vLLM checks, so that it does not start: at most {most:g}",
     )
 

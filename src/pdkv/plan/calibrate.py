@@ -98,7 +98,7 @@ class Calibration:
         if self.non_torch is not None and self.activation is not None:
             difference = self.non_torch - guess.non_torch
         else:
-            requested = self.requested or math.ceil(total_bytes * own.gpu_memory_utilization)
+            requested = self.requested or math.ceil(total_bytes * own.utilization)
             difference = requested - self.available - int(guess.weights * weights)
             difference -= guess.activation + guess.non_torch
             difference -= int(guess.graphs * graphs)

@@ -36,7 +36,7 @@ class PlanOptions:
     num_gpu_blocks_override: int | None = None
     gpu: str | None = None
     gpu_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.92
+    gpu_memory_utilization: float | None = None
     block_size: int | None = None
     max_model_len: int | Literal["auto"] | None = None
     max_num_batched_tokens: int | None = None
@@ -86,7 +86,7 @@ class PlanOptions:
             value = getattr(self, name)
             if value not in ("auto", *MODEL_DTYPES):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: there are auto, {', '.join(MODEL_DTYPES)}")
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if not 0 < self.utilization <= 1:
             raise ConfigError(
                 f"--gpu-memory-utilization {self.gpu_memory_utilization}: a share of the GPU's memory, above 0 and at "
                 "most 1, for example 0.92"
@@ -98,6 +98,13 @@ class PlanOptions:
     def rules(self) -> VllmRules:
         """The rules of ``vllm_version``. Raises ConfigError for a release that is not known."""
         return VllmRules(self.vllm_version)
+
+    @property
+    def utilization(self) -> float:
+        """The share of a GPU's memory that vLLM may use: as given, else the release's default."""
+        return (
+            self.gpu_memory_utilization if self.gpu_memory_utilization is not None else self.rules.default_utilization
+        )
 
     @property
     def backend(self) -> Backend | None:

@@ -25,7 +25,7 @@ class ServeCommand:
     ``overrides`` are --hf-overrides: fields of the model's config to replace.
 
     ``used`` and ``irrelevant`` name the flags (and variables) that were understood, ``warnings`` those that may matter
-    and are not counted, each with why.
+    and are not counted, each with why. ``unknown`` are words of no flag that is known; ``warnings`` has them too.
     """
 
     model: str | None
@@ -33,6 +33,7 @@ class ServeCommand:
     given: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
     used: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
     irrelevant: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -73,6 +74,7 @@ class _Reading:
         self.model: str | None = None
         self.used: list[str] = []
         self.irrelevant: list[str] = []
+        self.unknown: list[str] = []
         self.warnings: list[str] = []
         self._json: dict[str, Any] = {}
 
@@ -110,10 +112,12 @@ class _Reading:
 
     def _positional(self, word: str) -> None:
         if word.startswith("-"):
+            self.unknown.append(word)
             self.warnings.append(f"{word}: vLLM 0.32 has no such flag; left out")
         elif self.model is None:
             self.model = word
         else:
+            self.unknown.append(word)
             self.warnings.append(f"{word!r} stands alone: it belongs to no flag, and was left out")
 
     def _flag(self, word: _Word) -> None:
@@ -168,6 +172,7 @@ class _Reading:
             given=options,
             overrides=self.given.overrides,
             used=tuple(dict.fromkeys(self.used)),
+            unknown=tuple(self.unknown),
             irrelevant=tuple(dict.fromkeys(self.irrelevant)),
             warnings=tuple(dict.fromkeys((*self.warnings, *self.given.warnings))),
         )
