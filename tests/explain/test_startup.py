@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -211,3 +214,50 @@ def test_sources_that_are_nothing(tmp_path: Path) -> None:
         explain_sources([str(tmp_path)])
     with pytest.raises(ConfigError, match="No such file"):
         explain_sources([str(tmp_path / "no.log")])
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["no-such.log"],
+        ["a.log", "b.log", "c.log"],
+        ["http://127.0.0.1:9"],
+        ["http://127.0.0.1:9", "a.log"],
+        ["--model", "no-such-model", "a.log"],
+    ],
+)
+def test_bad_input_ends_with_2_and_a_sentence(arguments: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pdkv", "explain", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("pdkv: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_log_from_a_pipe_as_json_without_torch() -> None:
+    program = (
+        "import sys; from pdkv.cli.main import app\n"
+        "try: app(['explain', '-', '--json'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=samples.V1_0_9, capture_output=True, text=True, check=True
+    )
+    answer = json.loads(done.stdout)
+    assert set(answer) == {"source", "observed", "recomputed", "agrees", "findings"}
+    assert answer["observed"]["kv_cache_size_tokens"] == 178880
+    assert {"id", "text", "severity", "bytes", "effect"} == set(answer["findings"][0])
+
+
+def test_markup_in_a_log_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_text(samples.V1_0_9.replace("model='m'", "model='[red]x[/y]'"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pdkv", "explain", str(path)], capture_output=True, text=True, check=True
+    )
+    assert "[red]x[/y]" in done.stdout

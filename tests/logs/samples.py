@@ -60,3 +60,13 @@ TOO_LONG = """\
 (EngineCore_DP0 pid=7) ERROR 10-01 00:01:00 [core.py:708] ValueError: To serve at least one request with the models's max seq len (131072), (14.00 GiB KV cache is needed, which is larger than the available KV cache memory (12.54 GiB). Based on the available memory, the estimated maximum model length is 117392. Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when initializing the engine.
 (APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
 """
+
+# As vLLM 0.32.0 on a CPU printed them for a Llama of 4 layers with 2 KV heads of 64, VLLM_CPU_KVCACHE_SPACE=1.
+V1_0_32_CPU = """\
+(EngineCore pid=16946) INFO 11-29 21:02:44 [v1/engine/core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='/tmp/p3vllm/m', speculative_config=None, tokenizer='/tmp/p3vllm/m', skip_tokenizer_init=True, tokenizer_mode=auto, revision=None, tokenizer_revision=None, trust_remote_code=False, dtype=torch.bfloat16, max_seq_len=2048, download_dir=None, load_format=dummy, tensor_parallel_size=1, pipeline_parallel_size=1)
+(VllmWorker-0 pid=17103) DEBUG 11-29 21:03:19 [triton_utils/dispatcher.py:175] Registered kernel override vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel
+(EngineCore pid=16946) INFO 11-29 21:03:27 [v1/attention/backends/utils.py:347] Using LBHNC KV cache layout.
+(Worker pid=17103) INFO 11-29 21:03:27 [v1/worker/cpu_worker.py:260] Explicitly set (1.0/21.84) GiB for KV cache on node 0.
+(EngineCore pid=16946) INFO 11-29 21:03:27 [v1/core/kv_cache_utils.py:2327] CPU KV cache size: 524,288 tokens, Maximum concurrency for 2,048 tokens per request: 256.00x
+(EngineCore pid=16946) INFO 11-29 21:03:36 [v1/engine/core.py:402] init engine (profile, create kv cache, warmup model) took 8.81 s
+"""

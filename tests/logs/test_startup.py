@@ -126,6 +126,14 @@ def test_032_prints_capacity_on_one_line() -> None:
     assert (rank.suggested_bytes, rank.suggested_full_bytes) == (57817825280, 64077633536)
 
 
+def test_032_on_a_cpu() -> None:
+    log = read(samples.V1_0_32_CPU)
+    assert log.engine is not None
+    assert (log.engine.device, log.engine.kv_cache_size_tokens, log.engine.layout) == ("CPU", 524288, "LBHNC")
+    assert [rank.reserved for rank in log.ranks] == [Printed.of("1.0")]
+    assert log.ready
+
+
 def test_the_numbers_of_a_request_that_does_not_fit() -> None:
     failure = read(samples.TOO_LONG).failure
     assert failure is not None

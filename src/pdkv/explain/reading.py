@@ -61,7 +61,8 @@ class EngineReading:
     @property
     def name(self) -> str:
         """What tells it from others."""
-        parts = [self.labels.get("instance", ""), self.role or ""]
+        instance = self.labels.get("instance", "")
+        parts = [instance, "" if self.role is None or self.role in instance else self.role]
         engine = self.labels.get("engine")
         if engine not in (None, "0"):
             parts.append(f"engine {engine}")

@@ -29,7 +29,7 @@ def _shape(name: str, anchor: str | tuple[str, ...], pattern: str) -> Shape:
 
 
 PROCESS = re.compile(
-    r"\((?P<name>[A-Za-z]\w{0,63})(?: rank=(?P<rank>\d{1,6}))? pid=(?P<pid>\d{1,10})"
+    r"\((?P<name>[A-Za-z][\w-]{0,63})(?: rank=(?P<rank>\d{1,6}))? pid=(?P<pid>\d{1,10})"
     r"(?:, ip=(?P<ip>[0-9A-Fa-f.:]{1,45}))?\)"
 )
 """Who wrote a line: ``(Worker_TP0 pid=44)``, ``(VllmWorker rank=1 pid=7)``, ``(RayWorkerProc pid=9, ip=10.0.0.2)``."""
