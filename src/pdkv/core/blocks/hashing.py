@@ -117,9 +117,10 @@ class HashChain(Sequence[bytes]):
                 self._digests[self._len : end] = np.frombuffer(b"".join(digests), dtype=self._digests.dtype)
         self._len = end
 
-    def joined(self, first: int, last: int) -> bytes:
-        """Digests ``first:last``, one behind the other."""
-        return b"" if self._digests is None else self._digests[first:last].tobytes()
+    def joined(self, first: int, last: int) -> memoryview:
+        """Digests ``first:last``, of which there is one at least, one behind the other."""
+        assert self._digests is not None, "an empty chain"
+        return np.ascontiguousarray(self._digests[first:last]).view(np.uint8).data
 
 
 def extend_hashes(
