@@ -220,9 +220,8 @@ class RunPrefixIndex:
 
     def _new_until(self, hashes: HashChain, at: int, end: int) -> int:
         """Up to where ``hashes[at:end]``, of which the first is new, are new: to the first hash of another run."""
-        if end - at == 1 or (len(self._depths) == 1 and at in self._depths):
-            return end
-        return min((depth for depth in self._depths if at < depth < end and hashes[depth] in self._heads), default=end)
+        places = self._depths if len(self._depths) < end - at else range(at + 1, end)
+        return min((place for place in places if at < place < end and hashes[place] in self._heads), default=end)
 
     def _enter(self, run: _Run) -> _Run:
         """From now on ``run``, which has its first hash, can be found."""
