@@ -131,7 +131,7 @@ class Side:
         computed = running.counters.num_computed
         with Stopwatch() as watch:
             for _ in range(steps):
-                assert manager.grow_by_one(running)
+                assert manager.grow_by_one(running) == DECODERS
                 computed[running.columns] += 1
         return watch.seconds
 
@@ -182,8 +182,7 @@ class Side:
     def churn(self, count: int) -> float:
         """Seconds in the manager for ``count`` requests of 2k prompt and 200 output in 20,000 blocks."""
         manager, watch = make_engine(CHURN_BLOCKS).manager, Stopwatch()
-        waiting = self._arrivals(count)
-        running: list[tuple[Request, int]] = []  # with the tokens it ends with
+        waiting, running = self._arrivals(count), RunningSet(manager)
         done, head = 0, next(waiting, None)
         while done < count:
             while head is not None and len(running) < DECODERS:
@@ -198,11 +197,11 @@ class Side:
                 head.move_to(Status.RUNNING)
                 head.append(random_tokens(CHURN_OUTPUT, head.sequence))
                 head.extend_hashes(raw_sha256)
-                running.append((head, CHURN_PROMPT + CHURN_OUTPUT))
+                with watch:
+                    running.append(head)
                 head = next(waiting, None)
             with watch:
-                running, ended = self._churn_step(manager, running)
-            done += ended
+                done += self._churn_step(manager, running)
         return watch.seconds
 
     def _arrivals(self, count: int) -> Iterator[Request]:
@@ -210,27 +209,22 @@ class Side:
             yield self._request(random_tokens(CHURN_PROMPT, 1000 + number))
 
     @staticmethod
-    def _churn_step(
-        manager: KVCacheManager, running: list[tuple[Request, int]]
-    ) -> tuple[list[tuple[Request, int]], int]:
-        """One token for everybody; who does not fit makes the last one go, who is at its end goes."""
-        at, ended = 0, 0
+    def _churn_step(manager: KVCacheManager, running: RunningSet) -> int:
+        """One token for everybody; who does not fit makes the last one go, who is at its end goes. How many went."""
+        at, before = 0, len(running)
         while at < len(running):
-            request = running[at][0]
-            if manager.allocate_slots(request, 1) is not None:
-                request.num_computed += 1
-                at += 1
-            else:
-                manager.release(running.pop()[0].request_id)
-                ended += 1
-        left = []
-        for request, end in running:
-            if request.num_computed < end:
-                left.append((request, end))
-            else:
-                manager.release(request.request_id)
-                ended += 1
-        return left, ended
+            at += manager.grow_by_one(running, at)
+            if at < len(running):
+                last = running[-1]
+                running.remove(last)
+                manager.release(last.request_id)
+        computed = running.counters.num_computed
+        computed[running.columns] += 1
+        ended = np.flatnonzero(computed[running.columns] == CHURN_PROMPT + CHURN_OUTPUT)
+        for request in [running[number] for number in ended.tolist()]:
+            running.remove(request)
+            manager.release(request.request_id)
+        return before - len(running)
 
     # ------------------------------------------------------------------------------------------------ a million tokens
 

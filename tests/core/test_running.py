@@ -57,7 +57,7 @@ class Side:
     def way(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         with monkeypatch.context() as patch:
             if not self.together:
-                patch.setattr(KVCacheManager, "grow_by_one", lambda *_: False)
+                patch.setattr(KVCacheManager, "grow_by_one", lambda *_: 0)
             yield
 
     def step(self, number: int, inbox: list[InboxItem]) -> list[Any]:
@@ -118,12 +118,12 @@ def test_together_as_one_by_one(name: str, outstanding: int, kv_events: bool, mo
 
 def test_the_workloads_serve_together_and_preempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the test above would prove nothing: both ways out of `grow_by_one` are taken, and both kinds of row."""
-    answers: Counter[bool] = Counter()
+    answers: Counter[bool] = Counter()  # whether all were served
     grow = KVCacheManager.grow_by_one
 
-    def counted(self: KVCacheManager, running: RunningSet, first: int = 0, count: int | None = None) -> bool:
+    def counted(self: KVCacheManager, running: RunningSet, first: int = 0, count: int | None = None) -> int:
         answer = grow(self, running, first, count)
-        answers[answer] += 1
+        answers[answer == (len(running) if count is None else count)] += 1
         return answer
 
     monkeypatch.setattr(KVCacheManager, "grow_by_one", counted)

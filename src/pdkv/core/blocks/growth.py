@@ -36,6 +36,14 @@ class Step:
     processed: Int64Array
     final: Int64Array
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def first(self, count: int) -> Step:
+        """The first ``count`` of them."""
+        arrays = (self.rows, self.prompt, self.computed, self.processed, self.final)
+        return Step(self.requests[:count], *(array[:count] for array in arrays))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Due:
@@ -62,22 +70,23 @@ class BulkGrowth:
         self._unit = sizes.scheduler_tokens if len(kinds) > 1 and not sizes.fine_hits else 1
         self._bulk = all(kind.grows_in_bulk for kind in kinds)
 
-    def grow(self, step: Step, single: Callable[[Request], bool]) -> bool:
+    def grow(self, step: Step, single: Callable[[Request], bool]) -> int:
         """See `KVCacheManager.grow_by_one`; ``single`` serves one request and says whether it fits."""
         due = self.due(step)
         busy = due.numbers()
         if not busy:
-            return True
+            return len(step)
         growing, dropping = due.grow.any(), due.drop.any()
-        if not self._bulk or self._pool.events is not None or (growing and dropping):
-            return all(single(step.requests[at]) for at in busy)
-        if growing and not self._take(step, due.grow):
-            return False
-        if dropping and not self._drop(step, due.drop):
-            return all(single(step.requests[at]) for at in busy)
+        one_by_one = not self._bulk or self._pool.events is not None or (growing and dropping)
+        if growing and not one_by_one:
+            fitting = self._take(step, due.grow)
+            if fitting < len(step):
+                return self.grow(step.first(fitting), single)
+        if one_by_one or (dropping and not self._drop(step, due.drop)):
+            return next((at for at in busy if not single(step.requests[at])), len(step))
         if due.register.any():
             self._register(step, due.register)
-        return True
+        return len(step)
 
     def due(self, step: Step) -> Due:
         """What a token more means to each."""
@@ -102,16 +111,16 @@ class BulkGrowth:
         """``tokens`` down to where all groups have full blocks."""
         return tokens - tokens % self._unit if self._unit > 1 else tokens
 
-    def _take(self, step: Step, grow: BoolArray) -> bool:
-        """One bulk pop, handed out by request and group; False when there are not that many."""
+    def _take(self, step: Step, grow: BoolArray) -> int:
+        """One bulk pop, handed out by request and group. Where not all fit nothing: returns how many do."""
         number, group = np.nonzero(grow)
         if len(number) > self._pool.num_free:
-            return False
+            return number.item(self._pool.num_free)
         blocks = self._pool.take(len(number), Account.RUNNING)
         for at, store in enumerate(self._stores):
             mine = group == at
             store.push(step.rows[number[mine]], blocks[mine])
-        return True
+        return len(step)
 
     def _drop(self, step: Step, drop: BoolArray) -> bool:
         """The first block of each, given back in the order of single calls; False when that is not all there is."""

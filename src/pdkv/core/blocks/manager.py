@@ -277,11 +277,11 @@ class KVCacheManager:
         for hold in self._holders[key].groups:
             hold.table.unseat()
 
-    def grow_by_one(self, running: RunningSet, first: int = 0, count: int | None = None) -> bool:
+    def grow_by_one(self, running: RunningSet, first: int = 0, count: int | None = None) -> int:
         """``allocate_slots(request, 1)`` for ``count`` running requests from number ``first`` on, in that order.
 
-        For requests that are past their prompt. False when they do not all fit: some may have got their block then,
-        which does not change what single calls, to be made from ``first`` on, come to.
+        For requests that are past their prompt. Returns how many were served: all, or those before the first one that
+        does not fit, for which nothing was done.
         """
         last = len(running) if count is None else first + count
         columns, counters = running.columns[first:last], running.counters
@@ -312,8 +312,8 @@ class KVCacheManager:
                 self.cache_blocks(running[at], int(computed[at]) + steps)
             return
         for _ in range(steps):
-            fits = self.grow_by_one(running)
-            assert fits, "grow_by: beyond the steps with room"
+            served = self.grow_by_one(running)
+            assert served == len(columns), "grow_by: beyond the steps with room"
             counters.num_computed[columns] += 1
 
     def unregistered(self, columns: Columns, final: Int64Array) -> Columns:

@@ -87,7 +87,7 @@ class Scheduler:
     def _schedule_running(self, budget: int) -> tuple[int, bool]:
         """Returns what is left of ``budget``, and whether anybody was preempted.
 
-        Requests that only decode are taken together, as long as they all fit; else each is taken by itself.
+        Requests that only decode are taken together, as far as they fit; the others each by itself.
         """
         running, index, any_preempted = self.running, 0, False
         slots, lookahead = self._drafting_slots, self._config.lookahead_tokens
@@ -95,10 +95,10 @@ class Scheduler:
         while index < len(running) and budget > slots:
             count = running.decoding(index, budget) if together else 0
             if count:
-                together = self._manager.grow_by_one(running, index, count)
-                if together:
-                    running.scheduled[running.columns[index : index + count]] = 1
-                    budget, index = budget - count, index + count
+                served = self._manager.grow_by_one(running, index, count)
+                running.scheduled[running.columns[index : index + served]] = 1
+                budget, index = budget - served, index + served
+                if served == count:
                     continue
             request = running[index]
             tokens = min(self._wanted_tokens(request), budget - slots)
