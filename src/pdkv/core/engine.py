@@ -313,12 +313,10 @@ class Engine:
         self.consumer.sweep()
 
     def _take_events(self) -> tuple[Event, ...]:
-        events = self._journal.take()
-        for event in events:
-            request = self.requests.get(event.request_id)
-            if request is not None and request.status is Status.FINISHED:
-                del self.requests[event.request_id]
-        return events
+        for request in self.scheduler.take_ended():
+            if self.requests.get(request.request_id) is request:  # an aborted one may have a successor of that name
+                del self.requests[request.request_id]
+        return self._journal.take()
 
     def _batch(self, rows: PlanRows, copies: Int32Array) -> Batch:
         """The batch's arrays, all its own."""

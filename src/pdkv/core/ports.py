@@ -267,16 +267,14 @@ class Outputs:
 # -------------------------------------------------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened to a request. Events are the log, the metrics and the test oracle at once."""
 
     request_id: str
     at_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admitted(Event):
+class Admitted(Event, frozen=True, kw_only=True):
     """Left the waiting queue for the first time or again; ``local``/``external`` tokens did not need computing."""
 
     prompt_tokens: int
@@ -285,15 +283,13 @@ class Admitted(Event):
     resumed: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSampled(Event):
+class TokenSampled(Event, frozen=True, kw_only=True):
     """One more output token."""
 
     token: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished(Event):
+class Finished(Event, frozen=True, kw_only=True):
     """The request's one outcome. ``lease`` is set on P when its KV was kept for a consumer."""
 
     reason: FinishReason
@@ -304,15 +300,13 @@ class Finished(Event):
     lease: Grant | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preempted(Event):
+class Preempted(Event, frozen=True, kw_only=True):
     """Lost its blocks to another request; ``lost_tokens`` must be computed again."""
 
     lost_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadStarted(Event):
+class LoadStarted(Event, frozen=True, kw_only=True):
     """Blocks were allocated and the READ was posted."""
 
     handle: int
@@ -320,8 +314,7 @@ class LoadStarted(Event):
     tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadFinished(Event):
+class LoadFinished(Event, frozen=True, kw_only=True):
     """All data arrived and the slot still named the lease."""
 
     handle: int
@@ -330,16 +323,14 @@ class LoadFinished(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadFailed(Event):
+class LoadFailed(Event, frozen=True, kw_only=True):
     """The KV did not arrive, or cannot be trusted; ``cause`` is shown to the operator."""
 
     handle: int | None
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseGranted(Event):
+class LeaseGranted(Event, frozen=True, kw_only=True):
     """P keeps ``blocks`` blocks until a peer is done or ``deadline_ns`` passes."""
 
     lease_id: int
@@ -347,16 +338,14 @@ class LeaseGranted(Event):
     deadline_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRenewed(Event):
+class LeaseRenewed(Event, frozen=True, kw_only=True):
     """A heartbeat moved the deadline (one that moved nothing makes no event)."""
 
     lease_id: int
     deadline_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseReleased(Event):
+class LeaseReleased(Event, frozen=True, kw_only=True):
     """P let the blocks go; ``expired`` when nobody said that it was done."""
 
     lease_id: int
@@ -364,8 +353,7 @@ class LeaseReleased(Event):
     expired: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quarantined(Event):
+class Quarantined(Event, frozen=True, kw_only=True):
     """A transfer that was given up may still write to these blocks."""
 
     handle: int
@@ -373,8 +361,7 @@ class Quarantined(Event):
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fenced(Event):
+class Fenced(Event, frozen=True, kw_only=True):
     """The transfer is over for certain; its blocks are free again."""
 
     handle: int

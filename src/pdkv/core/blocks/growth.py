@@ -181,8 +181,8 @@ class BulkGrowth:
             low, high = (middle, high) if demand <= self._pool.num_free else (low, middle - 1)
         return low
 
-    def stride(self, rows: Int64Array, computed: Int64Array, steps: int) -> None:
-        """Blocks for ``steps`` tokens more for each, popped in the order (step, request, group)."""
+    def stride(self, rows: Int64Array, computed: Int64Array, steps: int, requests: Sequence[Request]) -> None:
+        """``steps`` tokens more for each, which are known: pops in the order (step, request, group)."""
         wanted = []
         for group, (kind, store) in enumerate(zip(self._kinds, self._stores, strict=True)):
             number, entry = spread(store.lengths[rows], self._missing(group, rows, computed + steps))
@@ -195,6 +195,26 @@ class BulkGrowth:
         for (number, entry, _), store in zip(wanted, self._stores, strict=True):
             store.put(rows[number], entry, blocks[at : at + len(number)])
             at += len(number)
+        if self._pool.enable_caching:
+            for group in range(len(self._kinds)):
+                self._register_runs(group, rows, computed, steps, requests)
+
+    def _register_runs(
+        self, group: int, rows: Int64Array, computed: Int64Array, steps: int, requests: Sequence[Request]
+    ) -> None:
+        """What each fills, at once: of equal contents the one that is filled in an earlier step comes first."""
+        store = self._stores[group]
+        first, last = store.hashed[rows], (computed + steps) // self._kinds[group].block_size
+        runs = []
+        for at in np.argsort(-computed, kind="stable").tolist():
+            if first[at] >= last[at]:
+                continue
+            start, table = int(first[at]), store.blocks[rows[at]]
+            before = int(table[start - 1]) if start else NULL_BLOCK
+            runs.append((requests[at].hashes, start, table[start : last[at]].copy(), before))
+        if runs:
+            self._pool.insert_runs(group, runs)
+            store.hashed[rows] = np.maximum(first, last)
 
 
 def spread(first: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:

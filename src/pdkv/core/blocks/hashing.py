@@ -54,13 +54,12 @@ def raw_hash(digest: DigestFunction, none_hash: bytes) -> HashFunction:
     """A hash over parent, little-endian int32 tokens and extra keys, their bytes fed to ``digest`` as they are."""
 
     def chain(parent: bytes | None, blocks: Int32Array, extra: Mapping[int, ExtraKeys]) -> list[bytes]:
-        data, width = blocks.astype(_LITTLE_INT32, copy=False).tobytes(), blocks.shape[1] * 4
+        tokens = np.ascontiguousarray(blocks, dtype=_LITTLE_INT32).view(f"V{4 * blocks.shape[1]}")[:, 0].tolist()
         last, hashes = parent or none_hash, []
-        for row, start in enumerate(range(0, len(data), width)):
-            content = last + data[start : start + width]
+        for row, content in enumerate(tokens):
             if extra and row in extra:
                 content += cbor(extra[row])
-            last = digest(content)
+            last = digest(last + content)
             hashes.append(last)
         return hashes
 

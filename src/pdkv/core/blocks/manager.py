@@ -306,10 +306,8 @@ class KVCacheManager:
         columns, counters = running.columns, running.counters
         computed = counters.num_computed[columns]
         if self._bulk.can_stride:
-            self._bulk.stride(columns, computed, steps)
+            self._bulk.stride(columns, computed, steps, running)
             counters.num_computed[columns] = computed + steps
-            for at in np.argsort(-computed, kind="stable"):  # of the same content the one registered first is found
-                self.cache_blocks(running[at], int(computed[at]) + steps)
             return
         for _ in range(steps):
             served = self.grow_by_one(running)

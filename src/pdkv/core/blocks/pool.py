@@ -108,6 +108,15 @@ class BlockPool:
         if len(self.indexes) > 1:
             self._group[held] = group
 
+    def insert_runs(self, group: int, runs: Sequence[tuple[HashChain, int, Int32Array, int]]) -> None:
+        """`insert` for many sequences, in that order; no block of them is null."""
+        blocks = np.concatenate([blocks for _, _, blocks, _ in runs])
+        self._forget(self.ledger.set_hashed(blocks, True))
+        for hashes, first, own, before in runs:
+            self.indexes[group].insert(hashes, first, own, before)
+        if len(self.indexes) > 1:
+            self._group[blocks] = group
+
     def insert_each(
         self, group: int, chains: Sequence[HashChain], entries: Sequence[int], blocks: Int32Array, before: Sequence[int]
     ) -> None:

@@ -52,10 +52,10 @@ class TableStore:
         self.lengths[rows] = at + 1
 
     def put(self, rows: Int64Array, entries: Int64Array, blocks: Int32Array) -> None:
-        """``blocks[i]`` becomes entry ``entries[i]`` of the table of ``rows[i]``; entries follow what is there."""
+        """``blocks[i]`` becomes entry ``entries[i]`` of the table of ``rows[i]``: behind what is there, in order."""
         self.reserve(0, int(entries.max(initial=0)) + 1)
         self.blocks[rows, entries] = blocks
-        np.maximum.at(self.lengths, rows, entries + 1)
+        self.lengths[rows] = entries + 1  # of a row that stands there often the last counts
 
     def move(self, row: int, target: TableStore, to: int) -> None:
         """The table of ``row`` becomes that of row ``to``, which is empty, in ``target``."""

@@ -61,7 +61,8 @@ class Request:
         self.sequence = sequence
         self.status = Status.WAITING
         self.num_prompt = len(new.prompt)
-        self.buffer: Int32Array = np.zeros(self.num_prompt + 16, dtype=np.int32)
+        room = min(new.max_tokens, self.num_prompt + 16)  # for outputs no longer than the prompt
+        self.buffer: Int32Array = np.empty(self.num_prompt + room, dtype=np.int32)  # its first num_tokens are set
         self.counters, self.column = Counters(), 0
         self.append(new.prompt)
         self.shared_boundary = 0
@@ -115,7 +116,7 @@ class Request:
 
     def widen(self) -> Int32Array:
         """The buffer of tokens, twice as large as before."""
-        grown = np.zeros(2 * len(self.buffer), dtype=np.int32)
+        grown = np.empty(2 * len(self.buffer), dtype=np.int32)
         grown[: len(self.buffer)] = self.buffer
         self.buffer = grown
         return grown

@@ -57,6 +57,7 @@ class Scheduler:
         self.blocked_by: Request | None = None  # all that keeps the others out: it did not fit, and nothing ended since
         self.owes_a_step = False  # the last step preempted, so nobody was admitted: the next one may, without any news
         self._deferred: deque[tuple[int, str]] = deque()  # (fence step, owner key)
+        self._ended: list[Request] = []
         self._alone = False  # one request at most when this step began: nobody to leave a part of the budget to
         self._max_tokens = manager.max_request_tokens
         self._drafting_slots = config.speculation.drafting_slots if config.speculation else 0
@@ -287,6 +288,7 @@ class Scheduler:
             self._let_go(request)
         self._consumer.forget(request)
         request.move_to(Status.FINISHED)
+        self._ended.append(request)
         self._journal.emit(
             Finished(
                 request_id=request.request_id,
@@ -299,6 +301,11 @@ class Scheduler:
                 lease=lease,
             )
         )
+
+    def take_ended(self) -> list[Request]:
+        """Requests that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def _keeps_kv(self, request: Request, reason: FinishReason) -> bool:
         """A peer may only be given KV that is all there: prompt prefilled, and no plan left that still writes."""
