@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from tests.conformance.rows import Row, expect, group_of, sampled_token, watermark_share
 
@@ -35,7 +37,7 @@ def replay_schedule(row: Row) -> None:
             enable_prefix_caching=config.get("enable_caching", config.get("enable_prefix_caching", True)),
             priority_scheduling=config.get("policy") == "priority",
             speculation=speculation_of(config),
-            transfer=VLLM,
+            transfer=dataclasses.replace(VLLM, skipped_go_first=False),  # it has no connector to show blocks to
         ),
         Identity(engine_id="replay", nonce=1, secret=b"replay"),
         np.zeros((64, 2), dtype=np.uint64),

@@ -135,7 +135,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 99))
     def release(self, seed: int) -> None:
         key, before = self.pick(self.tables, seed), self.manager.pool.free_order().tolist()
-        table = self.tables.pop(key)
+        table = [block for block in self.tables.pop(key) if block]
         assert self.manager.release(key) == len(table)
         self.live.pop(key, None)
         self.gave_back(table[::-1], before)
@@ -169,24 +169,13 @@ class ManagerMachine(RuleBasedStateMachine):
         key = self.pick({key: 0 for key in self.tables if key not in self.live}, seed)
         before, table = self.manager.pool.free_order().tolist(), self.tables[key]
         if head:
-            self.manager.release_head(key, keep)
-            gone, self.tables[key] = table[:keep], table[keep:]
+            self.manager.release_hits(key, keep * BLOCK)
+            gone, self.tables[key] = table[:keep], [0] * min(keep, len(table)) + table[keep:]
         else:
-            self.manager.trim(key, keep)
+            kept = self.manager.keep_for_peer(key, keep * BLOCK)
             gone, self.tables[key] = table[keep:], table[:keep]
-        self.gave_back(gone[::-1], before)
-
-    @precondition(lambda self: any(key in self.live for key in self.tables))
-    @rule(seed=st.integers(0, 99), keep=st.integers(0, 12))
-    def trim_and_go_on(self, seed: int, keep: int) -> None:
-        """A request gives back its tail and may grow again."""
-        key = self.pick({key: 0 for key in self.tables if key in self.live}, seed)
-        request, before = self.live[key], self.manager.pool.free_order().tolist()
-        keep = min(keep, len(self.tables[key]))
-        gone, self.tables[key] = self.tables[key][keep:], self.tables[key][:keep]
-        self.manager.trim(key, keep)
-        request.num_computed = min(request.num_computed, keep * BLOCK)
-        self.gave_back(gone[::-1], before)
+            assert kept == (tuple(table[:keep]),)
+        self.gave_back([block for block in gone[::-1] if block], before)
 
     @precondition(lambda self: any(key in self.live for key in self.tables))
     @rule(seed=st.integers(0, 99), tokens=st.integers(0, 12))
@@ -215,7 +204,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for key, table in self.tables.items():
             assert self.manager.blocks_of(key).tolist() == table
         assert sum(pool.ledger.as_dict().values()) == pool.num_blocks
-        held = {block for table in self.tables.values() for block in table}
+        held = {block for table in self.tables.values() for block in table} - {0}
         assert pool.num_free == pool.num_blocks - 1 - len(held)
         assert pool.usage == 1 - pool.num_free / (pool.num_blocks - 1)
         hashed = np.flatnonzero(pool.ledger.hashed(np.arange(pool.num_blocks)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,7 +39,6 @@ from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.lease import LeaseSlots, SlotArray
 from pdkv.core.transfer.producer import Producer
 from pdkv.errors import BadRequest, BlocksInUse, DoesNotFit
-from pdkv.units import cdiv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,23 +123,25 @@ class Engine:
                 f"the prompt needs {needed} blocks of {self.config.block_size} tokens; the whole pool has {usable}. "
                 "Shorten the prompt or give the instance more KV memory (--kv-cache-memory-bytes)"
             )
-        if (new.source is not None or new.produce) and not self.manager.plain:
+        if (new.source is not None or new.produce) and self.manager.most_encoder_tokens:
             raise BadRequest(
-                f"this instance's model has {len(self.config.groups)} KV group(s) that are not one of full attention; "
-                "only such KV can be transferred between instances. Send the request without kv_transfer_params"
+                "this instance's model attends to what an encoder put out, which is not transferred between instances. "
+                "Send the request without kv_transfer_params"
             )
         if new.source is not None:
             self._validate_source(new)
 
     def _validate_source(self, new: NewRequest) -> None:
         assert new.source is not None
-        grant = new.source.grant
-        expected = cdiv(grant.num_tokens, self.config.block_size)
-        if not 1 <= grant.num_tokens <= len(new.prompt) or len(grant.block_ids) != expected:
+        grant, most = new.source.grant, len(new.prompt) - self.manager.leaves_last_token
+        counts = grant.group_blocks or (len(grant.block_ids),)
+        expected = tuple(stop - first for first, stop in self.manager.peer_spans(grant.num_tokens))
+        if not 1 <= grant.num_tokens <= most or counts != expected or len(grant.block_ids) != sum(expected):
+            sizes = _slashed([group.block_size for group in self.config.groups])
             raise BadRequest(
-                f"kv_transfer_params name {grant.num_tokens} tokens in {len(grant.block_ids)} blocks for a prompt "
-                f"of {len(new.prompt)} tokens; blocks hold {self.config.block_size} tokens, so {expected} blocks and "
-                "at most the prompt's tokens are expected. Pass the prefill instance's answer on unchanged"
+                f"kv_transfer_params name {grant.num_tokens} tokens in {_slashed(counts)} blocks for a prompt of "
+                f"{len(new.prompt)} tokens; blocks hold {sizes} tokens, so {_slashed(expected)} blocks and at most "
+                f"{most} tokens are expected. Pass the prefill instance's answer on unchanged"
             )
 
     def schedule(self, now_ns: int, inbox: Sequence[InboxItem] = ()) -> Plan:
@@ -291,6 +292,9 @@ class Engine:
     def _add(self, new: NewRequest) -> None:
         self.validate(new)
         assert new.request_id not in self.requests, f"request id {new.request_id} is in use"
+        if new.produce and self.manager.leaves_last_token:
+            short = len(new.prompt) == 1  # nothing that a consumer would not compute itself
+            new = replace(new, produce=False) if short else replace(new, prompt=new.prompt[:-1])
         arrival_ns = new.arrival_ns
         if arrival_ns is None:  # requests taken in together keep their order
             arrival_ns = self._last_arrival_ns = max(self._journal.now_ns, self._last_arrival_ns + 1)
@@ -344,3 +348,7 @@ class Engine:
             num_drafts=num_drafts,
             samples=rows.samples,
         )
+
+
+def _slashed(counts: Sequence[int]) -> str:
+    return "/".join(str(count) for count in counts)

@@ -43,7 +43,9 @@ class Peer(msgspec.Struct, frozen=True):
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
     """What a lease gives a consumer (design 3.1); becomes ``kv_transfer_params`` in the producer's response.
 
-    ``block_ids`` are the producer's block ids in prompt order, exactly ``ceil(num_tokens / block_size)`` of them.
+    ``block_ids`` are the producer's block ids, group by group in prompt order; ``group_blocks`` says how many of them
+    each group has (empty: all belong to the only one). They are the last ones up to ``num_tokens``: all of a group of
+    full attention, a window's worth, the one state.
     ``nonce`` and ``lease_id`` are the two words the lease slot ``slot`` holds for as long as the blocks are kept.
     ``token`` (16 bytes) names the lease in heartbeats and `Done`; ``proof`` (16 bytes) binds all of this to the prompt:
     the consumer checks it (`transfer.proof`) before anything moves. ``cached_tokens`` is for statistics only.
@@ -57,6 +59,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     token: bytes
     proof: bytes
     cached_tokens: int = 0
+    group_blocks: tuple[int, ...] = ()
 
 
 class RemoteSource(msgspec.Struct, frozen=True, kw_only=True):

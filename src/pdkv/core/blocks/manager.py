@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdkv.core.blocks.groups import NO_DRAFTING, CrossGroup, Drafting, FullGroup, Granularity, Group
+from pdkv.core.blocks.groups import NO_DRAFTING, CrossGroup, Drafting, FullGroup, Granularity, Group, is_cacheable
 from pdkv.core.blocks.growth import BulkGrowth, Step
 from pdkv.core.blocks.holders import GroupHold, Hit, Holder, no_hit
 from pdkv.core.blocks.kinds import index_for, kind_of
@@ -33,8 +33,7 @@ _EMPTY = np.empty(0, dtype=np.int32)
 class KVCacheManager:
     """Blocks of one instance by owner. Keys are request ids for requests and private strings for the rest.
 
-    All groups share the pool. Where no group is named, group 0 is meant: transfers, leases and strides work on models
-    of one group of full attention only (`plain`), which the engine makes sure of.
+    All groups share the pool. Strides work on models of one group of full attention only (`plain`).
     """
 
     def __init__(
@@ -122,6 +121,20 @@ class KVCacheManager:
                     kind.note_hit(request, len(hit.blocks[kind.group]))
         return hit
 
+    def shorten(self, hit: Hit, tokens: int) -> Hit:
+        """The part of ``hit`` before token ``tokens``, a multiple of every block size; states may be missing there."""
+        blocks = tuple(hit.blocks[kind.group][: tokens // kind.block_size] for kind in self.kinds)
+        return Hit(tokens, blocks, hit.boundary)
+
+    @property
+    def leaves_last_token(self) -> bool:
+        """Whether a producer must leave the prompt's last token to its consumer.
+
+        The consumer computes that one anyway, to sample from it; what a window or a state looks back at from there is
+        gone once the token itself has been computed (pd-transfer 3: the backoff, of one token).
+        """
+        return bool(self._recycling)
+
     def blocks_for(self, tokens: int, encoder_tokens: int | None = None) -> int:
         """Blocks that ``tokens`` tokens (never more than the model's length) take at most at once, over all groups.
 
@@ -149,6 +162,11 @@ class KVCacheManager:
         return Demand(
             slots=tokens, main=tokens, local=computed, total=computed, hit=self._nothing, whole=True, encoder=encoder
         )
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether all that one request computes or loads can be hit by the next one."""
+        return self.pool.enable_caching and not self._recycling
 
     @property
     def step_blocks(self) -> int:
@@ -400,22 +418,46 @@ class KVCacheManager:
         assert new_key not in self._holders, f"holder {new_key} exists"
         self._holders[new_key] = self._holders.pop(key)
 
-    def trim(self, key: str, length: int) -> None:
-        """Give back all but the first ``length`` blocks (of one group: leases)."""
+    def drop_skipped(self, request: Request) -> None:
+        """Give back what only tokens that have been computed looked at."""
+        holder = self._holders.get(request.request_id)
+        if holder is not None:
+            processed = max(0, request.num_computed - request.in_flight_tokens)
+            for kind in self._recycling:
+                kind.drop_skipped(holder, processed, request.num_prompt)
+
+    def peer_spans(self, tokens: int, local: int = 0) -> tuple[tuple[int, int], ...]:
+        """(first, stop) by group: the table entries that a peer supplies to go on behind ``tokens`` tokens.
+
+        The first ``local`` of them, a multiple of every block size, are there already.
+        """
+        spans = []
+        for kind in self.kinds:
+            first, stop = kind.peer_span(tokens)
+            there = local // kind.block_size if is_cacheable(kind.spec) else 0
+            spans.append((max(first, there), max(stop, there)))
+        return tuple(spans)
+
+    def keep_for_peer(self, key: str, tokens: int) -> tuple[tuple[int, ...], ...]:
+        """Give back all but what a peer needs to go on behind ``tokens`` tokens; returns that, block ids by group."""
         holder = self._holders[key]
         self._undraft(holder)
-        hold = holder.groups[0]
-        self.pool.give_back(hold.table.cut(length)[::-1], holder.account)
-        hold.num_hashed = min(hold.num_hashed, length)
+        kept = []
+        for hold, (first, stop) in zip(holder.groups, self.peer_spans(tokens), strict=True):
+            tail = hold.table.cut(stop)[::-1]
+            self.pool.give_back(tail[tail != NULL_BLOCK], holder.account)
+            self.pool.give_back(hold.table.blank(0, first)[::-1], holder.account)
+            hold.num_hashed, hold.num_dropped = min(hold.num_hashed, stop), max(hold.num_dropped, first)
+            kept.append(tuple(hold.table.ids[first:].tolist()))
+        return tuple(kept)
 
-    def release_head(self, key: str, length: int) -> None:
-        """Give back the first ``length`` blocks and keep the rest, whose positions shift (of one group: transfers)."""
+    def release_hits(self, key: str, local: int) -> None:
+        """Give back the blocks of the first ``local`` tokens, a multiple of every block size, and keep the rest."""
         holder = self._holders[key]
-        hold = holder.groups[0]
-        rest = hold.table.cut(length)
-        self.pool.give_back(hold.table.cut(0)[::-1], holder.account)
-        hold.table.extend(rest)
-        hold.num_hashed = 0
+        for kind, hold in zip(self.kinds, holder.groups, strict=True):
+            stop = local // kind.block_size if is_cacheable(kind.spec) else 0
+            self.pool.give_back(hold.table.blank(0, stop)[::-1], holder.account)
+            hold.num_dropped = max(hold.num_dropped, stop)
 
     def forget_from(self, request: Request, num_tokens: int) -> None:
         """Unregister blocks that hold tokens from ``num_tokens`` on: a step that was to write them is not run."""

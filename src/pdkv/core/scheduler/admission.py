@@ -70,17 +70,29 @@ class Admitter:
             return Admission(Verdict.SKIP)
         hit = self._manager.lookup(request)
         request.shared_boundary = hit.boundary
-        external = self._consumer.external_tokens(request, hit.tokens)
-        if request.new.skip_reading_prefix_cache:
-            external = 0
+        hit, external = self._external(request, hit)
         if external == 0:
             return self._compute(request, budget, running, hit=hit, alone=alone, rows=rows)
         return self._load(request, hit, external, running, holding)
 
+    def _external(self, request: Request, hit: Hit) -> tuple[Hit, int]:
+        """The hit and the tokens that a peer supplies behind it.
+
+        A load begins where every group's block ends: a hit that ends inside one loses its tail when the peer has more,
+        else the peer is not needed (spec scheduler 3.2, step 3).
+        """
+        if request.new.skip_reading_prefix_cache:
+            return hit, 0
+        tail = hit.tokens % self._config.sizes.scheduler_tokens
+        external = self._consumer.external_tokens(request, hit.tokens - tail)
+        if not tail or not external:
+            return hit, external
+        return (self._manager.shorten(hit, hit.tokens - tail), external) if external > tail else (hit, 0)
+
     def _load(
         self, request: Request, hit: Hit, external: int, running: Sequence[Request], holding: Iterable[Request]
     ) -> Admission:
-        sharer = self._consumer.shares_with(request, len(hit.blocks[0]))
+        sharer = self._consumer.shares_with(request, hit.tokens)
         if sharer is not None:
             request.wait_cause = f"the same prefix is being loaded for {sharer}"
             return Admission(Verdict.SKIP)

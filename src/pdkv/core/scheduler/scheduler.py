@@ -206,7 +206,7 @@ class Scheduler:
         request.num_computed = admission.local_tokens + admission.external_tokens
         request.move_to(Status.LOADING)
         self._emit_admitted(request, admission)
-        self._consumer.begin(request, admission.local_tokens // self._config.block_size, admission.external_tokens)
+        self._consumer.begin(request, admission.local_tokens, admission.external_tokens)
 
     def _start_running(self, request: Request, admission: Admission) -> None:
         request.num_computed += admission.local_tokens
@@ -280,6 +280,8 @@ class Scheduler:
             self.holding.remove(request)
         else:
             self.waiting.remove(request)
+        if self._config.transfer.skipped_go_first:
+            self._manager.drop_skipped(request)
         if status is Status.LOADING and self._consumer.is_loading(request):
             self._consumer.abandon(request, f"request ended ({reason.value}) while loading")
         elif status is Status.RUNNING and self._keeps_kv(request, reason) and self._producer.has_slot:

@@ -13,6 +13,7 @@ from pdkv.core.ledger import Account
 from pdkv.core.ports import (
     Done,
     Fenced,
+    Grant,
     Int32Array,
     Keepalive,
     LoadFailed,
@@ -30,12 +31,12 @@ from pdkv.core.scheduler.request import Request
 
 @dataclass(slots=True)
 class Load:
-    """One READ in flight: block i of ``remote`` goes to block i of ``local``."""
+    """One READ in flight: block i of ``remote`` goes to block i of ``local``, whatever group they belong to."""
 
     request: Request
     source: RemoteSource
     handle: int
-    first: int  # blocks the request held already: the prefix hit
+    first: int  # tokens the request had already: the prefix hit
     remote: Int32Array
     local: Int32Array
     deadline_ns: int
@@ -97,29 +98,33 @@ class Consumer:
             return 0
         return max(request.source.grant.num_tokens - local_tokens, 0)
 
-    def shares_with(self, request: Request, local_blocks: int) -> str | None:
-        """Id of a request whose load in flight brings this one's next block too (it then waits, `strict`)."""
-        if not self._config.transfer.share_loads or not self._manager.pool.enable_caching:
+    def shares_with(self, request: Request, local_tokens: int) -> str | None:
+        """Id of a request whose load in flight brings this one's next block too (it then waits, `strict`).
+
+        Only for models whose groups keep every block: of the others a load brings little that a second one can hit.
+        """
+        if not self._config.transfer.share_loads or not self._manager.shares_prefixes:
             return None
-        if local_blocks >= len(request.hashes):
+        unit = self._config.sizes.hash_tokens
+        position = local_tokens // unit
+        if position >= len(request.hashes):
             return None
-        wanted = request.hashes[local_blocks]
+        wanted = request.hashes[position]
         for load in self._loads.values():
-            full = load.source.grant.num_tokens // self._config.block_size
-            if load.first <= local_blocks < full and load.request.hashes[local_blocks] == wanted:
+            full = load.source.grant.num_tokens // unit
+            if load.first <= local_tokens and position < full and load.request.hashes[position] == wanted:
                 return load.request.request_id
         return None
 
     # ------------------------------------------------------------------------------------------------- the read
 
-    def begin(self, request: Request, local_blocks: int, tokens: int) -> None:
-        """Post the READ of everything behind the first ``local_blocks`` blocks, which the request holds already."""
+    def begin(self, request: Request, local_tokens: int, tokens: int) -> None:
+        """Post the READ of everything behind the first ``local_tokens`` tokens, which the request has already."""
         source = request.source
         assert source is not None
-        remote = np.asarray(source.grant.block_ids[local_blocks:], dtype=np.int32)
-        local = self._manager.blocks_of(request.request_id)[local_blocks : local_blocks + len(remote)].copy()
+        remote, local = self._pairs(request.request_id, source.grant, local_tokens)
         deadline_ns = self._journal.now_ns + self._config.kv_load_timeout_ns
-        load = Load(request, source, self._new_handle(), local_blocks, remote, local, deadline_ns)
+        load = Load(request, source, self._new_handle(), local_tokens, remote, local, deadline_ns)
         self._loads[load.handle] = load
         shown = deadline_ns if self._config.transfer.bounded_waits else None
         self._manager.move(request.request_id, Account.LOADING, f"reading from {source.peer.engine_id[:80]}", shown)
@@ -177,7 +182,7 @@ class Consumer:
         self._given_up[load.handle] = given_up
         key = _owner(load.handle)
         if self._config.transfer.abort_frees_hits:
-            self._manager.release_head(request.request_id, load.first)
+            self._manager.release_hits(request.request_id, load.first)
         self._manager.rename(request.request_id, key)
         shown = given_up.deadline_ns if self._config.transfer.bounded_waits else None
         self._manager.move(key, Account.QUARANTINE, f"{cause}; its READ may still write", shown)
@@ -270,6 +275,16 @@ class Consumer:
         return tuple(Keepalive(peer, tuple(tokens)) for peer, tokens in by_peer.items())
 
     # ---------------------------------------------------------------------------------------------------- helpers
+
+    def _pairs(self, key: str, grant: Grant, local_tokens: int) -> tuple[Int32Array, Int32Array]:
+        """int32[n] remote and local blocks of all groups: both sides' tables end with those up to the same token."""
+        remote, local, at = [], [], 0
+        counts = grant.group_blocks or (len(grant.block_ids),)
+        for group, (first, stop) in enumerate(self._manager.peer_spans(grant.num_tokens, local_tokens)):
+            at += counts[group]
+            remote.append(np.asarray(grant.block_ids[at - (stop - first) : at], dtype=np.int32))
+            local.append(self._manager.blocks_of(key, group)[first:stop])
+        return np.concatenate(remote), np.concatenate(local)
 
     def _judge(self, load: Load, report: ReadEnded) -> str | None:
         if report.slot is None:

@@ -31,13 +31,14 @@ class LeaseSlots:
         """Slots that can still be granted."""
         return len(self._free)
 
-    def grant(self, block_ids: tuple[int, ...], tokens: Int32Array, cached_tokens: int) -> Grant:
-        """The proved grant for the blocks that hold the KV of ``tokens``; its slot is armed from now on."""
+    def grant(self, blocks: tuple[tuple[int, ...], ...], tokens: Int32Array, cached_tokens: int) -> Grant:
+        """The proved grant for ``blocks`` by group, which hold the KV of ``tokens``; its slot is armed from now on."""
         slot, lease_id = self._free.pop(), self._next_id
         self._next_id += 1
         self._slots[slot, 1] = lease_id
         grant = Grant(
-            block_ids=block_ids,
+            block_ids=tuple(block for group in blocks for block in group),
+            group_blocks=tuple(len(group) for group in blocks) if len(blocks) > 1 else (),
             num_tokens=len(tokens),
             slot=slot,
             nonce=self.nonce,

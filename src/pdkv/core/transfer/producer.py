@@ -55,11 +55,10 @@ class Producer:
     def grant(self, request: Request) -> Grant:
         """Keep the prompt's blocks for a consumer; the request's other blocks go back. Needs a free slot."""
         computed = min(request.num_computed, request.num_tokens - 1)  # the last token was only sampled
-        self._manager.trim(request.request_id, self._manager.blocks_for(computed))
-        block_ids = tuple(self._manager.blocks_of(request.request_id).tolist())
-        grant = self._slots.grant(block_ids, request.tokens[:computed], request.cached_tokens)
+        blocks = self._manager.keep_for_peer(request.request_id, computed)
+        grant = self._slots.grant(blocks, request.tokens[:computed], request.cached_tokens)
         deadline_ns = self._journal.now_ns + self._config.lease_ns
-        lease = Lease(request.request_id, grant.lease_id, grant.slot, grant.token, len(block_ids), deadline_ns)
+        lease = Lease(request.request_id, grant.lease_id, grant.slot, grant.token, len(grant.block_ids), deadline_ns)
         self._by_token[lease.token] = lease
         self._manager.rename(request.request_id, lease.key)
         self._manager.move(lease.key, Account.RETAINED, "leased to a consumer", deadline_ns)

@@ -58,7 +58,7 @@ def prove(key: bytes, grant: Grant, prompt_digest: bytes) -> bytes:
             len(grant.token),
             len(prompt_digest),
         )
-        blocks = np.array(grant.block_ids, dtype="<i4").tobytes()
+        blocks = np.array((*grant.block_ids, *grant.group_blocks), dtype="<i4").tobytes()
     except (struct.error, OverflowError) as error:
         raise ValueError(f"a grant with numbers that do not fit ({error})") from error
     return hmac.digest(key, b"".join((header, grant.token, prompt_digest, blocks)), "sha256")[:PROOF_BYTES]
