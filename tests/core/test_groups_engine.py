@@ -9,7 +9,6 @@ from tests.core.helpers import assert_all_free, finished_of, make_engine, new_re
 
 from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Group, StateGroup, WindowGroup
 from pdkv.core.ports import Abort, InboxItem, NewRequest
-from pdkv.errors import BadRequest
 
 FULL, STATE = FullGroup(block_size=4), StateGroup(block_size=4, aligned=True)
 WIDE_FULL, WIDE_STATE = FullGroup(block_size=8), StateGroup(block_size=8, aligned=True)
@@ -78,12 +77,6 @@ def test_random_traffic(name: str, outstanding: int, interval: int | None) -> No
         assert got == (expected if outcome.reason.value != "abort" else expected[: len(got)])
     assert hits > 0 or not engine.config.enable_prefix_caching
     assert_all_free(engine)
-
-
-def test_only_plain_models_can_transfer() -> None:
-    engine = make_engine(groups=(FULL, STATE))
-    with pytest.raises(BadRequest, match="2 KV group"):
-        engine.validate(new_request("p", 8, produce=True))
 
 
 def test_a_preempted_request_that_outgrew_the_gate_still_ends() -> None:

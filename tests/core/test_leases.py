@@ -133,7 +133,7 @@ def test_the_slot_names_the_lease_as_long_as_the_blocks_are_kept() -> None:
     seen = set()
     prompt = counting_prompt(9)
     for _ in range(20):
-        grant = owner.grant((1, 2), prompt, 4)
+        grant = owner.grant(((1, 2),), prompt, 4)
         assert slots[grant.slot].tolist() == [7, grant.lease_id]
         assert grant.lease_id not in seen
         seen.add(grant.lease_id)
