@@ -181,6 +181,17 @@ def test_a_connector_that_nothing_uses() -> None:
     assert "pd-configured-nothing-transfers" not in ids(seen(mixed))
 
 
+def test_the_prefill_side_is_not_told_that_it_transfers_nothing() -> None:
+    """Pull transfers count on D. P is known by its role, by what it lacks, or by answers of one token."""
+    counts = {"request_success_total": 50, "nixl_xfer_time_seconds_count": 0}
+    producer = text(**counts, num_requests_waiting_by_reason__reason__capacity=0)
+    both = text(stages=NONE, generation_tokens_total=50, **counts)
+    assert seen(producer).instances[0].role == "prefill"
+    assert "pd-configured-nothing-transfers" not in ids(seen(producer))
+    assert "pd-configured-nothing-transfers" not in ids(seen(both))
+    assert "pd-configured-nothing-transfers" in ids(seen(text(stages=NONE, generation_tokens_total=51, **counts)))
+
+
 def test_prompts_that_decode_computes_itself() -> None:
     def prompts(local: float, remote: float) -> str:
         return text(

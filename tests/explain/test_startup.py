@@ -135,6 +135,47 @@ INFO Available KV cache memory: 47.72 GiB
     assert "max_num_batched_tokens 8192" in finding(answer, "assumed").text
 
 
+CONNECTOR = """\
+(EngineCore pid=1) INFO [utils.py:1] non-default args: {{'kv_transfer_config': KVTransferConfig(kv_connector='NixlConnector', kv_role='kv_both')}}
+(EngineCore pid=1) INFO [core.py:1] Initializing a V1 LLM engine (v0.18.0) with config: model='m', dtype=torch.bfloat16, max_seq_len=32768, tensor_parallel_size=1, kv_cache_dtype=auto)
+INFO Chunked prefill is enabled with max_num_batched_tokens=8192.
+(EngineCore pid=1) INFO [gpu_worker.py:1] Available KV cache memory: 40.0 GiB
+(EngineCore pid=1) INFO GPU KV cache size: {tokens:,} tokens
+(EngineCore pid=1) INFO Maximum concurrency for 32,768 tokens per request: {times:.2f}x
+"""
+
+
+def test_a_connector_that_switches_the_hybrid_manager_off_without_a_word() -> None:
+    """All 48 layers in full: 40 GiB are 6,826 blocks of 6 MiB. With the hybrid manager: 40,960 of 1 MiB in six groups."""
+    answer = explained(CONNECTOR.format(tokens=6826 * 16, times=6826 / 2048), gemma_12b())
+    assert answer.agrees is True
+    assert answer.recomputed is not None
+    assert len(answer.recomputed.groups) == 1
+    price = finding(answer, "hybrid-manager-off").text
+    assert f"where {40_960 / (2048 + 5 * 577):.2f} would fit" in price
+    on = explained(CONNECTOR.format(tokens=40_960 // 6 * 16, times=40_960 / (2048 + 5 * 577)), gemma_12b())
+    assert on.agrees is True
+    assert "hybrid-manager-off" not in ids(on)
+
+
+def test_a_draft_that_is_part_of_the_model_keeps_a_layer_of_its_own() -> None:
+    log = samples.V1_0_9.replace("v0.9.1", "v0.19.0").replace("kv_cache_dtype=fp8", "kv_cache_dtype=auto")
+    log = log.replace(
+        "model='m',", "model='m', speculative_config=SpeculativeConfig(method='mtp', model='m', num_spec_tokens=1),"
+    )
+    numbers = explained(log, llama_8b()).recomputed
+    assert numbers is not None
+    assert numbers.bytes_per_block == 33 * 4 * 128 * 2 * 2 * 16
+
+
+def test_engines_of_a_data_parallel_start_are_added_up() -> None:
+    second = "(EngineCore_DP1 pid=9) INFO [kv_cache_utils.py:1] GPU KV cache size: {:,} tokens\n"
+    assert (
+        "357,760 tokens together" in finding(explained(samples.V1_0_9 + second.format(178_880)), "several-engines").text
+    )
+    assert finding(explained(samples.V1_0_9 + second.format(178_000)), "engines-differ").severity is Severity.WARNING
+
+
 # ------------------------------------------------------------------------------------------------------- failed starts
 
 

@@ -10,6 +10,7 @@ from pdkv.explain.recompute import Verdict, recompute
 from pdkv.explain.report import Finding, Severity
 from pdkv.explain.start import Start
 from pdkv.layout.capacity import Capacity
+from pdkv.layout.draft import WITHOUT_DRAFT_MODEL, is_part_of_model
 from pdkv.layout.specs import FULL_LIKE, WINDOWED, AttentionCache
 from pdkv.models.spec import LayerKind
 from pdkv.units import cdiv, format_bytes
@@ -18,7 +19,7 @@ from pdkv.units import cdiv, format_bytes
 def capacity_findings(start: Start) -> list[Finding]:
     """What to know about the numbers of a start that was sized."""
     if start.verdict is None:
-        return _identity(start)
+        return [*_identity(start), *_engines(start), *_announcements(start)]
     verdict = start.verdict
     capacity = verdict.sizing.capacity(verdict.num_blocks)
     found = _agreement(start, verdict)
@@ -29,7 +30,7 @@ def capacity_findings(start: Start) -> list[Finding]:
         found += [*_padding(verdict, capacity), *_window_reserve(verdict, capacity)]
     if verdict.agrees is False:
         found += _identity(start)
-    return [*found, *_announcements(start)]
+    return [*found, *_engines(start), *_announcements(start)]
 
 
 def _agreement(start: Start, verdict: Verdict) -> list[Finding]:
@@ -71,9 +72,16 @@ def _agreement(start: Start, verdict: Verdict) -> list[Finding]:
             f"{'tokens' if engine.kv_cache_size_tokens else 'blocks'} at {engine.concurrency_text or '?'}x, and vLLM "
             f"{sizing.rules.version} gives {expected.kv_cache_size_tokens:,} tokens, {expected.num_blocks:,} blocks "
             f"and {expected.max_concurrency:.2f}x for {sizing.spec.name}: another model, a setting "
-            "that the log does not show, or a changed build",
+            f"that the log does not show, or a changed build{_draft_note(start)}",
         )
     ]
+
+
+def _draft_note(start: Start) -> str:
+    method = start.log.settings.speculative_method
+    if method is None or is_part_of_model(method) or method in WITHOUT_DRAFT_MODEL:
+        return ""
+    return f"; the KV of the draft model ({method}) is not counted here"
 
 
 def _meaning(start: Start, verdict: Verdict, capacity: Capacity) -> list[Finding]:
@@ -157,13 +165,17 @@ def _rounding(start: Start, verdict: Verdict, capacity: Capacity) -> list[Findin
 
 def _hybrid_off(start: Start, capacity: Capacity) -> list[Finding]:
     """The price of a hybrid manager that was switched off, by sizing the same start with it."""
-    settings, spec = start.log.settings, start.spec
+    spec = start.spec
+    if start.verdict is None:
+        return []
+    settings = start.verdict.sizing.settings
     if settings.hybrid_manager_off is None or spec is None or not spec.has(*WINDOWED, LayerKind.CHUNKED_LOCAL):
         return []
     if capacity.max_concurrency <= 0:
         return []
     try:
-        other = recompute(spec, replace(settings, hybrid_manager_off=None), start.available, None)
+        with_hybrid = replace(settings, hybrid_manager_off=None, kv_connector=None)
+        other = recompute(spec, with_hybrid, start.available, None)
     except PdkvError:
         return []
     if other is None:
@@ -217,6 +229,23 @@ def _window_reserve(verdict: Verdict, capacity: Capacity) -> list[Finding]:
             f"{sizing.length:,} tokens fit where {capacity.max_concurrency:.2f} were announced",
             bytes=(capacity.blocks_per_max_len_request - decoding) * capacity.bytes_per_block,
             effect="a decode instance may lower --max-num-batched-tokens",
+        )
+    ]
+
+
+def _engines(start: Start) -> list[Finding]:
+    """Data parallel engines have a pool each; what one printed is not what the deployment holds."""
+    sizes = [engine.kv_cache_size_tokens for engine in start.log.engines if engine.kv_cache_size_tokens]
+    if len(sizes) < 2:
+        return []
+    text = f"{len(sizes)} engines have a pool each: {sum(sizes):,} tokens together"
+    if len(set(sizes)) == 1:
+        return [Finding(id="several-engines", text=text)]
+    return [
+        Finding(
+            id="engines-differ",
+            severity=Severity.WARNING,
+            text=f"{text}, and they differ: {min(sizes):,} to {max(sizes):,}; the first is explained here",
         )
     ]
 

@@ -265,7 +265,7 @@ def _idle_transfers(look: _Look) -> Iterator[Finding]:
     """A connector that is configured and never used: clients or the router do not hand over kv_transfer_params."""
     engine = look.now
     done = engine.counter("finished")
-    if not engine.connector or engine.role == "prefill" or not done:
+    if not engine.connector or engine.only_prefills or not done:
         return
     moved = engine.counter("transfers") or engine.counter("external_hits") or engine.counter("leases_granted")
     if not moved:
@@ -279,7 +279,8 @@ def _idle_transfers(look: _Look) -> Iterator[Finding]:
         )
         return
     local, remote = look.grew("prompt_local_compute"), look.grew("prompt_external_kv_transfer")
-    if engine.role == "decode" and local > remote and local + remote > 0:
+    loads = engine.counter("prompt_external_kv_transfer")
+    if engine.role == "decode" and loads and local > remote:
         yield Finding(
             id="decode-computes-prompts",
             severity=Severity.WARNING,

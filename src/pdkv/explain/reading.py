@@ -87,6 +87,14 @@ class EngineReading:
             return None
         return self.stages.get("in_progress", 0) + self.stages.get("completed_waiting", 0)
 
+    @property
+    def only_prefills(self) -> bool:
+        """Whether requests end with their first token: the prefill legs of a router, whatever the role is called."""
+        finished = self.counter("finished")
+        return self.role == "prefill" or bool(
+            finished and self.counters.get("generation_tokens", 2 * finished) <= finished
+        )
+
     def counter(self, name: str) -> float:
         """A counter, 0 when the server does not have it."""
         return self.counters.get(name, 0.0)
@@ -166,6 +174,9 @@ def _engine(
     role = _ROLES.get(config.get("role", "")) or _ROLES.get(config.get("kv_role", ""))
     if role is None and stages is not None:
         role = "decode"
+    if role is None and reasons and "vllm:nixl_xfer_time_seconds_count" in metrics:
+        # Consumers have the stages of their loads, releases that know reasons to wait have them: this one only sends.
+        role = "prefill"
     prompts = metrics.total("vllm:request_prompt_tokens_count")
     return EngineReading(
         url=url,

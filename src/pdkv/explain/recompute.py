@@ -11,6 +11,7 @@ from pdkv.explain.report import GroupShape, Recomputed
 from pdkv.layout.backends import BACKENDS
 from pdkv.layout.build import BuiltCaches, KvSettings, boundary_layers, in_flight_tokens, stage_caches
 from pdkv.layout.capacity import Capacity, reported_tokens, size_pool
+from pdkv.layout.draft import with_draft_layers
 from pdkv.layout.groups import Group, RankLayout, layouts_of_stages
 from pdkv.layout.rules import DEFAULT_RULES, NEWEST, OLDEST, VllmRules
 from pdkv.layout.specs import FULL_LIKE, WINDOWED, AttentionCache, Limits
@@ -89,17 +90,27 @@ def sizings(spec: ModelSpec, settings: Settings) -> Iterator[Sizing]:
 
     Raises ConfigError for a combination that cannot be.
     """
+    spec = with_draft_layers(spec, settings.speculative_method)
     windows = spec.has(*WINDOWED, LayerKind.CHUNKED_LOCAL)
     batches = (settings.max_num_batched_tokens,) if settings.max_num_batched_tokens else _UNKNOWN_BATCH
     for (rules, release_note), dtype, batch in product(
         _rules(settings), _kv_dtypes(spec, settings), batches if windows else batches[:1]
     ):
         notes = [release_note] if release_note else []
+        if windows and settings.hybrid_manager_off is None and _connector_ends_hybrid(settings, rules):
+            off = f"{settings.kv_connector} is a KV connector, and before vLLM 0.22 any of them switches it off"
+            given = replace(settings, kv_cache_dtype=dtype, hybrid_manager_off=off)
+            yield _sizing(spec, given, rules, batch, (*notes, "the hybrid manager, which a connector switches off"))
         if dtype != (settings.kv_cache_dtype or "auto"):
             notes.append(f"{dtype} KV, although the checkpoint asks for {spec.kv_dtype}")
         if windows and settings.max_num_batched_tokens is None:
             notes.append(f"max_num_batched_tokens {batch}")
         yield _sizing(spec, replace(settings, kv_cache_dtype=dtype), rules, batch, tuple(notes))
+
+
+def _connector_ends_hybrid(settings: Settings, rules: VllmRules) -> bool:
+    """Whether a connector switches the hybrid manager off without a word in the log."""
+    return settings.kv_connector is not None and not rules.connectors_keep_hybrid_manager
 
 
 def _kv_dtypes(spec: ModelSpec, settings: Settings) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 from pdkv.errors import ConfigError
+from pdkv.layout.draft import is_part_of_model
 from pdkv.layout.pages import stage_layers
 from pdkv.models.gpus import Gpu, find_gpu
 from pdkv.models.weights import Division
@@ -30,7 +31,6 @@ from pdkv.plan.measured import Measured, measured
 from pdkv.plan.options import PlanOptions
 from pdkv.plan.report import MemoryFacts
 from pdkv.plan.sizing import Sized
-from pdkv.plan.speculative import is_part_of_model
 from pdkv.plan.terms import Terms
 from pdkv.source import PlannedModel
 from pdkv.units import GIB, MIB, format_bytes

@@ -114,7 +114,7 @@ def warnings_of(spec: ModelSpec, sized: Sized) -> tuple[str, ...]:
         found.append(f"{built.backend.name} and the layers of this model make blocks of {built.block_size} tokens")
     if skipped := set(options.skip_layers(spec)) - set(options.kv_cache_dtype_skip_layers):
         found.append(f"layers {', '.join(sorted(skipped, key=int))} keep the model's own type, as under vllm serve")
-    found += draft_warnings(spec, options)
+    found += draft_warnings(options)
     found += _replication(spec, options)
     found += _padding(sized.bottleneck)
     if max(sized.capacity.blocks_per_rank) > sized.capacity.num_blocks:

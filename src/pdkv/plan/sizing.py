@@ -11,11 +11,11 @@ from pdkv.errors import ConfigError
 from pdkv.layout.backends import BACKENDS, Backend
 from pdkv.layout.build import BuiltCaches, KvSettings, stage_caches
 from pdkv.layout.capacity import Capacity, size_pool
+from pdkv.layout.draft import with_draft_layers
 from pdkv.layout.groups import Group, RankLayout, layouts_of_stages
 from pdkv.layout.specs import FULL_LIKE
 from pdkv.models.spec import LayerKind, ModelSpec
 from pdkv.plan.options import PlanOptions
-from pdkv.plan.speculative import with_draft_layers
 
 # Longer than any window, chunk or batch: what a request holds beyond its per-token share has settled.
 _LONG_CONTEXT = 1 << 60
@@ -57,7 +57,7 @@ class Sized:
 
 def lay_out(spec: ModelSpec, options: PlanOptions) -> tuple[ModelSpec, BuiltCaches, tuple[RankLayout, ...]]:
     """The caches and groups of every stage. Raises ConfigError for settings that cannot be."""
-    spec = with_draft_layers(spec, options)
+    spec = with_draft_layers(spec, options.speculative_method)
     _check_backend(spec, options.backend)
     settings = options.settings(spec)
     if not spec.has(LayerKind.MAMBA):
