@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pdkv.errors import ConfigError, UnsupportedModel
+from pdkv.errors import ConfigError, PdkvError, UnsupportedModel
 from pdkv.models.families import spec_from_config
 from pdkv.plan.budget import estimate
 from pdkv.plan.calibrate import calibration
@@ -222,6 +224,41 @@ def test_refusals() -> None:
     report = make_plan(model(other), PlanOptions(gpu="h100", kv_cache_memory_bytes=GIB * 20))
     assert report.model.weights_bytes is None, "not known is null, and the capacity is exact all the same"
     assert report.capacity.num_blocks == 10240
+
+
+ODD = (None, 0, -1, 1.5, "x", "", [], {}, [None], {"a": 1}, True, 1 << 40, "1,2")
+QUANTIZED = {
+    **LLAMA,
+    "num_hidden_layers": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    "vision_config": {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "patch_size": 14},
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 128}}
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_odd_fields_are_refused_and_never_a_traceback(seed: int) -> None:
+    draw = random.Random(seed)
+    answered = 0
+    for _ in range(100):
+        config = copy.deepcopy(QUANTIZED)
+        section = draw.choice((config, config["quantization_config"], config["rope_scaling"], config["vision_config"]))
+        key = draw.choice([key for key in section if "layers" not in key and key != "depth"])
+        section[key] = draw.choice(ODD)
+        try:
+            estimate(model(config), PlanOptions(gpu="h100", tensor_parallel_size=2))
+            answered += 1
+        except PdkvError as refusal:
+            assert str(refusal)
+    assert 10 < answered < 100, "both happen"
 
 
 # ------------------------------------------------------------------------------------------------------------ the files

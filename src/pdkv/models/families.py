@@ -26,6 +26,7 @@ from pdkv.models.fields import (
     max_context,
     optional,
     positive,
+    reading,
     served_context,
     text_config,
 )
@@ -58,11 +59,8 @@ def spec_from_config(config: Config, *, name: str) -> ModelSpec:
     Raises UnsupportedModel, naming what is not sized, and ConfigError for a config that lacks a field that is needed or
     holds one that cannot be.
     """
-    # A config of odd shapes still is a person's input, and the fields are too many to check each before it is read.
-    try:
+    with reading(name):
         return _read(config, name)
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        raise ConfigError(f"{name}: the config has a field of an unexpected shape ({error})") from error
 
 
 def _read(config: Config, name: str) -> ModelSpec:

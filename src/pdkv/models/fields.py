@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pdkv.errors import ConfigError
@@ -30,6 +31,18 @@ _NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "de
 # Rope types whose max_position_embeddings is the scaled length already; every other type multiplies by its factor.
 _SCALED_ALREADY = (None, "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 _MODELOPT_KV = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Make a ConfigError of whatever a field of an unexpected shape leads to.
+
+    A config of odd shapes still is a person's input, and its fields are too many to check each before it is read.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError, ZeroDivisionError) as error:
+        raise ConfigError(f"{name}: the config has a field of an unexpected shape ({error})") from error
 
 
 def first(text: Config, keys: Sequence[str]) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pdkv.errors import ConfigError
 from pdkv.layout.draft import is_part_of_model
 from pdkv.layout.pages import stage_layers
+from pdkv.models.fields import reading
 from pdkv.models.gpus import Gpu, find_gpu
 from pdkv.models.weights import Division
 from pdkv.plan.activations import (
@@ -55,10 +56,8 @@ def estimate(
     weights = plan_weights(model, options, with_draft=is_part_of_model(options.speculative_method))
     notes = (*_notes(options, gpu, weights, calibration), *_start_check(options, total, requested, constants))
     corrections = Corrections() if calibration is None else _corrections(model, options, calibration, constants, total)
-    return tuple(
-        _facts(corrections.apply(terms), total, requested, options, notes)
-        for terms in stage_terms(model, options, weights, gpu, constants)
-    )
+    stages = stage_terms(model, options, weights, gpu, constants)
+    return tuple(_facts(corrections.apply(terms), total, requested, options, notes) for terms in stages)
 
 
 def memory_facts(model: PlannedModel, sized: Sized, calibration: Calibration | None = None) -> MemoryFacts:
@@ -122,10 +121,14 @@ def stage_terms(
     """The terms of every pipeline stage."""
     kept = constants or measured(options.rules, fast_link=gpu is None or "NVLink" in gpu.link)
     stages = stage_layers(model.spec.decoder_layers, options.pipeline_parallel_size)
-    return tuple(
-        _stage(model, options, weights, gpu, kept, layers, index == 0, index == len(stages) - 1)
-        for index, layers in enumerate(stages)
-    )
+    dtype = options.model_dtype(model.spec)
+    if dtype not in _ELEMENT_BYTES:
+        raise ConfigError(f"{model.spec.name}: weights of type {dtype!r} are not sized; --dtype says another")
+    with reading(model.spec.name):
+        return tuple(
+            _stage(model, options, weights, gpu, kept, layers, index == 0, index == len(stages) - 1)
+            for index, layers in enumerate(stages)
+        )
 
 
 def _stage(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pdkv.errors import UnsupportedModel
 from pdkv.models.defaults import family, with_defaults
-from pdkv.models.fields import Config, text_config
+from pdkv.models.fields import Config, reading, text_config
 from pdkv.models.spec import ModelSpec
 from pdkv.models.weights.matrices import Division, Part
 from pdkv.models.weights.model import draft_layer_count, model_parts
@@ -90,10 +90,11 @@ def count_weights(
 
     Raises UnsupportedModel when the family or the format is not counted, ConfigError when a field is missing.
     """
-    text = text_config(config)
-    text, _ = with_defaults(text, family(config, text))
-    parts = model_parts(config, spec, draft_layers=draft_layer_count(config) if with_draft else 0)
-    formats = read_quantization(config, text, spec.name, asked=quantization)
+    with reading(spec.name):
+        text = text_config(config)
+        text, _ = with_defaults(text, family(config, text))
+        parts = model_parts(config, spec, draft_layers=draft_layer_count(config) if with_draft else 0)
+        formats = read_quantization(config, text, spec.name, asked=quantization)
     _refuse_unsaid(spec.name, formats)
     return Weights(spec.name, parts, formats, text, _notes(config, spec.architecture))
 

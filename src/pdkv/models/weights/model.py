@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdkv.errors import ConfigError
 from pdkv.models.defaults import family, with_defaults
 from pdkv.models.fields import HIDDEN, Config, first, positive, text_config
 from pdkv.models.latent import is_v4
@@ -33,13 +32,6 @@ def model_parts(config: Config, spec: ModelSpec, *, draft_layers: int = 0) -> tu
     ``draft_layers`` above 0 so many multi-token-prediction layers (``draft``). Raises UnsupportedModel for a family
     whose weights are not counted, ConfigError for a config that lacks what is needed.
     """
-    try:
-        return _parts(config, spec, draft_layers)
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        raise ConfigError(f"{spec.name}: the config has a field of an unexpected shape ({error})") from error
-
-
-def _parts(config: Config, spec: ModelSpec, draft_layers: int) -> tuple[Part, ...]:
     text = text_config(config)
     text, _ = with_defaults(text, family(config, text))
     if is_v4(text):
