@@ -24,7 +24,7 @@ from typing import Any
 from pdkv.errors import PdkvError
 from pdkv.explain.naming import candidate_names
 from pdkv.layout.rules import VllmRules
-from pdkv.models.catalog import catalog
+from pdkv.models.catalog import find_model
 from pdkv.models.families import spec_from_config
 from pdkv.models.gpus import find_gpu
 from pdkv.plan.budget import estimate
@@ -152,10 +152,8 @@ def _model(name: str, folders: list[Path]) -> tuple[PlannedModel, str]:
     """The model of a row and the name it is left out by: quantized copies go with the model they were made from."""
     names = [found.lower() for found in candidate_names(name.split(" ")[0])]
     for wanted in names:
-        for known in catalog().values():
-            every = {alias.lower() for alias in (known.name, *known.aliases)}
-            if wanted in every | {alias.rsplit("/", 1)[-1] for alias in every}:
-                return _planned(known.config, name), known.name
+        if (known := find_model(wanted)) is not None:
+            return _planned(known.config, name), known.name
         for folder in folders:
             for path in sorted(folder.glob("*.json")):
                 alias = path.stem.replace("--", "/", 1).lower()

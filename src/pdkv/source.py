@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.errors import ConfigError
-from pdkv.models.catalog import catalog, find_model
+from pdkv.models.catalog import find_model, similar_names
 from pdkv.models.families import spec_from_config
 from pdkv.models.spec import ModelSpec
 
@@ -41,14 +41,16 @@ def find_spec(ref: str, overrides: Mapping[str, Any] | None = None) -> PlannedMo
     known = find_model(ref)
     if known is not None:
         config = _overridden(known.config, overrides)
-        return PlannedModel(spec_from_config(config, name=known.name), known.params, config)
+        return PlannedModel(spec_from_config(config, name=known.name), None, config)
     path = Path(ref).expanduser()
     config_path = path / "config.json" if path.is_dir() else path
     if not config_path.is_file():
         there = f"the directory {path} has no config.json" if path.is_dir() else "no such file or directory either"
+        near = similar_names(ref)
+        meant = f"did you mean {', '.join(near)}? Else give" if near else "give"
         raise ConfigError(
-            f"{ref}: not a name in the catalogue ({', '.join(catalog())}), and {there}; give one of those names, a "
-            "model directory, or the path of a config.json (the model's page on the hub has it)"
+            f"{ref}: not a name in the catalogue (`pdkv models` lists it), and {there}; {meant} a model directory, or "
+            "the path of a config.json (the model's page on the hub has it)"
         )
     config = _overridden(_read(config_path), overrides)
     beside = config_path.parent / _MODELOPT

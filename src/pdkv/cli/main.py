@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from pdkv import __version__
 from pdkv.errors import PdkvError
 
-VERBS = ("plan", "verify", "explain", "top", "serve", "demo", "faults")
+VERBS = ("plan", "models", "verify", "explain", "top", "serve", "demo", "faults")
 
 
 class _Verbs(TyperGroup):

@@ -23,7 +23,8 @@ _SPLIT_PD, _ANSWERS = "Prefill and decode apart", "Other answers than a plan"
 def plan(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A known model (smollm2), a directory, or a config.json.")
+        str | None,
+        typer.Argument(metavar="MODEL", help="A model of `pdkv models`, a directory, or a config.json."),
     ] = None,
     command: Annotated[
         str | None,

@@ -132,7 +132,7 @@ class Asked:
 def _served_as(name: str) -> str:
     """What vLLM calls the model: the hub id of a name in the catalogue."""
     known = find_model(name)
-    return name if known is None else next((alias for alias in known.aliases if "/" in alias), name)
+    return name if known is None else next((each for each in known.names if "/" in each), name)
 
 
 def transfer(config: str | None, role: str | None) -> KvTransfer | None:

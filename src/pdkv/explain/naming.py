@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator
 
 from pdkv.errors import PdkvError
-from pdkv.models.catalog import catalog
-from pdkv.models.families import spec_from_config
 from pdkv.models.spec import ModelSpec
 from pdkv.source import find_spec
 
@@ -34,28 +32,9 @@ def candidate_names(name: str) -> Iterator[str]:
 
 def find_named(name: str) -> ModelSpec | None:
     """The model that a log calls ``name``; ``None`` when neither the catalogue nor this machine knows it."""
-    try:
-        return find_spec(name).spec
-    except PdkvError:
-        pass
     for candidate in candidate_names(name):
-        found = _by_last_part(candidate)
-        if found is not None:
-            return found
+        try:
+            return find_spec(candidate).spec
+        except PdkvError:
+            continue
     return None
-
-
-def _by_last_part(name: str) -> ModelSpec | None:
-    """The one catalogued model of which ``name`` is the name or the last part of an alias, in any case."""
-    wanted = name.lower()
-    found = [
-        model
-        for model in catalog().values()
-        if any(wanted in (known.lower(), known.lower().rsplit("/", 1)[-1]) for known in (model.name, *model.aliases))
-    ]
-    if len(found) != 1:
-        return None
-    try:
-        return spec_from_config(found[0].config, name=found[0].name)
-    except PdkvError:
-        return None
