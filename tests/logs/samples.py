@@ -70,3 +70,31 @@ V1_0_32_CPU = """\
 (EngineCore pid=16946) INFO 11-29 21:03:27 [v1/core/kv_cache_utils.py:2327] CPU KV cache size: 524,288 tokens, Maximum concurrency for 2,048 tokens per request: 256.00x
 (EngineCore pid=16946) INFO 11-29 21:03:36 [v1/engine/core.py:402] init engine (profile, create kv cache, warmup model) took 8.81 s
 """
+
+# vllm-project/vllm issue 10517: V0 without prefixes; 29,000 tokens did not fit.
+V0_6_TOO_LONG = """\
+Loading model weights took 14.9888 GB
+Memory profiling results: total_gpu_memory=23.58GiB initial_memory_usage=15.34GiB peak_torch_memory=17.98GiB memory_usage_post_profile=15.35GiB non_torch_memory=0.35GiB kv_cache_size=2.89GiB gpu_memory_utilization=0.90
+# GPU blocks: 1478, # CPU blocks: 2048
+Maximum concurrency for 29000 tokens per request: 0.82x
+ValueError: The model's max seq len (29000) is larger than the maximum number of tokens that can be stored in KV cache (23648). Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when initializing the engine.
+"""
+
+# Wrapped by a pager, nothing left for KV.
+V0_8_WRAPPED = """\
+22:07:58  INFO [model_runner.py:1115] Model loading took 6.5935 GiB and 7.243515 seconds
+22:12:16  INFO [worker.py:295] Memory profiling takes 257.11 seconds
+22:12:16  INFO [worker.py:295] model weights take 6.59GiB; non_torch_memory takes 8.29GiB;
+                               PyTorch activation peak memory takes 4.93GiB;
+                               the rest of the memory reserved for KV Cache is -7.83GiB.
+22:12:16  INFO [executor_base.py:118] Maximum concurrency for 4096 tokens per request: 0.00x
+22:12:16.774710Z [error] vLLM model failed: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`
+"""
+
+# Ray names hosts before vLLM's own names, and may leave them out.
+RAY = """\
+(RayWorkerWrapper pid=689) INFO 04-08 03:49:35 [gpu_model_runner.py:1273] Model loading took 51.1453 GiB and 61.854495 seconds
+(RayWorkerProc pid=77, ip=10.0.0.1) (Worker_DP0_TP0_EP0 pid=77) INFO 06-10 11:08:22 [gpu_model_runner.py:5187] Model loading took 12.01 GiB memory and 288.263749 seconds
+(RayWorkerProc pid=77, ip=10.0.0.2) (Worker_DP1_TP0_EP1 pid=77) INFO 06-10 11:08:22 [gpu_model_runner.py:5187] Model loading took 12.02 GiB memory and 288.263749 seconds
+(RayWorkerProc pid=77, ip=10.0.0.2) (Worker_DP1_TP0_EP1 pid=77) INFO 06-10 11:08:39 [gpu_worker.py:436] Available KV cache memory: 40.5 GiB
+"""

@@ -104,6 +104,30 @@ def test_ranks_without_a_name_are_told_apart() -> None:
     assert log.engine.num_blocks == 7191
 
 
+def test_lines_without_any_prefix() -> None:
+    log = read(samples.V0_6_TOO_LONG)
+    (rank,) = log.ranks
+    assert (rank.total, rank.available_kv) == (Printed.of("23.58"), Printed.of("2.89"))
+    assert log.failure is not None
+    assert log.failure.count("kv_cache_size_tokens") == 1478 * 16
+
+
+def test_wrapped_sentences_belong_together() -> None:
+    log = read(samples.V0_8_WRAPPED)
+    (rank,) = log.ranks
+    assert (rank.weights, rank.non_torch) == (Printed.of("6.59"), Printed.of("8.29"))
+    assert (rank.activation_peak, rank.available_kv) == (Printed.of("4.93"), Printed.of("-7.83"))
+    assert log.failure is not None
+    assert log.failure.kind is FailureKind.NO_KV_MEMORY
+
+
+def test_processes_of_several_hosts_may_share_a_number() -> None:
+    ranks = read(samples.RAY).ranks
+    weights = [rank.weights.text for rank in ranks if rank.weights is not None]
+    assert sorted(weights) == ["12.01 GiB", "12.02 GiB", "51.1453 GiB"]
+    assert [rank.data_rank for rank in ranks if rank.available_kv is not None] == [1]
+
+
 def test_v1_before_and_after_tokens_were_printed() -> None:
     old, new = read(samples.V1_0_7).engine, read(samples.V1_0_9)
     assert old is not None
@@ -184,7 +208,7 @@ WRAPPINGS = {
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-@pytest.mark.parametrize("sample", ["V0_6", "V0_8_TP", "V1_0_9", "V1_0_32", "TOO_LONG"])
+@pytest.mark.parametrize("sample", ["V0_6", "V0_8_TP", "V1_0_9", "V1_0_32", "TOO_LONG", "V0_6_TOO_LONG"])
 def test_prefixes_colours_and_json_change_nothing(wrapping: str, sample: str) -> None:
     plain = getattr(samples, sample)
     wrapped = "\n".join(WRAPPINGS[wrapping](line) for line in plain.splitlines()) + "\n"

@@ -118,6 +118,7 @@ def _observed(engine: EngineReading) -> dict[str, Any]:
         "num_blocks": engine.num_blocks,
         "block_size": engine.block_size,
         "bytes_per_block": engine.bytes_per_block,
+        "kv_cache_size_tokens": engine.kv_cache_size_tokens,
         "usage": engine.usage,
         "pinned_blocks": engine.pinned_blocks,
         "running": engine.running,

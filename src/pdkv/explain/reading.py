@@ -46,6 +46,7 @@ class EngineReading:
     num_blocks: int | None = None
     block_size: int | None = None
     bytes_per_block: int | None = None
+    kv_cache_size_tokens: int | None = None
     usage: float | None = None
     running: int = 0
     waiting: int = 0
@@ -186,6 +187,7 @@ def _engine(
         num_blocks=_whole(metrics.total("pdkv:kv_pool_blocks")) or _digits(config.get("num_gpu_blocks")),
         block_size=_digits(config.get("block_size")),
         bytes_per_block=_whole(metrics.total("pdkv:kv_block_bytes")),
+        kv_cache_size_tokens=_digits(config.get("kv_cache_size_tokens")),
         usage=usage if math.isfinite(usage) else None,
         running=_whole(metrics.total("vllm:num_requests_running")) or 0,
         waiting=_whole(metrics.total("vllm:num_requests_waiting")) or 0,

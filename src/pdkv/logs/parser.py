@@ -66,7 +66,9 @@ class StartupParser:
 
     def feed(self, line: str) -> None:
         """Read one line. A line that is several, written over each other, is read as all of them."""
-        speakers = [(match.end(), Speaker.of(match)) for match in PROCESS.finditer(line)]
+        processes = list(PROCESS.finditer(line))
+        ips = {match["pid"]: match["ip"] for match in processes if match["ip"]}
+        speakers = [(match.end(), Speaker.of(match, ips)) for match in processes]
         found: list[tuple[int, str, Any]] = []
         for shape in SHAPES:
             if any(anchor in line for anchor in shape.anchors):

@@ -110,17 +110,22 @@ _MEMORY = (
         rf"{_GIB} GiB for peak activation, (?:{_GIB} GiB for non-torch memory, )?and {_GIB} GiB for CUDAGraph memory\."
         r".{0,120}?--kv-cache-memory=(-?\d{1,18}).{0,120}?--kv-cache-memory=(-?\d{1,18})",
     ),
-    # 0.6.6 to 0.8 on the V0 engine: three sentences on one line or on three.
+    # 0.6.6 to 0.8 on the V0 engine: sentences on one line, on three, or wrapped anywhere.
     _shape(
         "v0_limit",
         "x gpu_memory_utilization (",
         rf"total_gpu_memory \({_SIZE}\) x gpu_memory_utilization \((\d\.\d{{1,9}})\) = {_SIZE}",
     ),
     _shape(
-        "v0_terms",
-        "model weights take ",
-        rf"model weights take {_SIZE}; non_torch_memory takes {_SIZE}; PyTorch activation peak memory takes {_SIZE}; "
-        rf"the rest of the memory reserved for KV Cache is {_SIZE}",
+        "v0_term",
+        (
+            "model weights take ",
+            "non_torch_memory takes ",
+            "activation peak memory takes ",
+            "reserved for KV Cache is ",
+        ),
+        r"(model weights take|non_torch_memory takes|PyTorch activation peak memory takes"
+        rf"|the rest of the memory reserved for KV Cache is) {_SIZE}",
     ),
     # 0.6.4 and 0.6.5: name=value, or a table.
     _shape(
@@ -158,7 +163,7 @@ _CAPACITY = (
         "aximum concurrency for ",
         rf"aximum concurrency for {_TOKENS} tokens per request: (\d{{1,12}}\.\d{{1,6}})x",
     ),
-    _shape("blocks", " blocks: ", rf"# (GPU|CUDA|cuda|rocm|xpu|hpu|cpu|neuron|tpu) blocks: {_INT}"),
+    _shape("blocks", " blocks: ", rf"\b(GPU|CUDA|cuda|rocm|xpu|hpu|cpu|neuron|tpu) blocks: {_INT}"),
     _shape(
         "final_blocks",
         "num_gpu_blocks is: ",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pdkv.logs.fields import read_arguments, read_config
@@ -30,6 +30,12 @@ _BACKEND_NAMES = {
     "XFORMERS": "XFORMERS",
     "TORCH SDPA": "TORCH_SDPA",
 }
+_V0_TERMS = {
+    "model weights take": "weights",
+    "non_torch_memory takes": "non_torch",
+    "PyTorch activation peak memory takes": "activation_peak",
+    "the rest of the memory reserved for KV Cache is": "available_kv",
+}
 _V0_ROWS = {
     "total_gpu_memory": "total",
     "the current vLLM instance can use": "requested",
@@ -50,14 +56,11 @@ class Speaker:
         self.places = {word: int(number) for word, number in _PLACE.findall(name)}
 
     @classmethod
-    def of(cls, match: re.Match[str]) -> Speaker:
-        rank = match["rank"]
-        return cls(
-            match["name"],
-            f"{match['name']} pid={match['pid']}",
-            f"{match['pid']} {match['ip'] or ''}",
-            None if rank is None else int(rank),
-        )
+    def of(cls, match: re.Match[str], ips: Mapping[str, str]) -> Speaker:
+        """The process of a match; ``ips`` are the hosts that its line names for pids (Ray does, vLLM does not)."""
+        rank, pid = match["rank"], match["pid"]
+        label = f"{match['name']} pid={pid}"
+        return cls(match["name"], label, f"{pid} {ips.get(pid, '')}", None if rank is None else int(rank))
 
 
 NOBODY = Speaker("", "", "", None)
@@ -244,10 +247,10 @@ class Start:
         rank.total, rank.requested = Printed.of(match[1]), Printed.of(match[4])
         self._settings.gpu_memory_utilization = float(match[3])
 
-    def _on_v0_terms(self, speaker: Speaker, match: re.Match[str]) -> None:
-        rank = self._rank(speaker, "available_kv")
-        rank.weights, rank.non_torch = Printed.of(match[1]), Printed.of(match[3])
-        rank.activation_peak, rank.available_kv = Printed.of(match[5]), Printed.of(match[7])
+    def _on_v0_term(self, speaker: Speaker, match: re.Match[str]) -> None:
+        # Weights are the first of four, and were printed before: the second tells whether this is another rank.
+        first = match[1].startswith("model weights")
+        setattr(self._rank(speaker, "non_torch" if first else None), _V0_TERMS[match[1]], Printed.of(match[2]))
 
     def _on_v0_results(self, speaker: Speaker, match: re.Match[str]) -> None:
         rank = self._rank(speaker, "available_kv")
