@@ -167,6 +167,20 @@ def test_a_vision_tower_keeps_what_it_made_of_the_images() -> None:
     assert (found.activation_bytes or 0) - (blind.activation_bytes or 0) > 0.15 * GIB
 
 
+def test_experts_are_shared_by_data_parallel_engines_and_cost_communication() -> None:
+    experts = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+    alone = estimate(model(experts), PlanOptions(gpu="b300"))[0]
+    shared = estimate(model(experts), PlanOptions(gpu="b300", data_parallel_size=8))[0]
+    whole = estimate(model(experts), PlanOptions(gpu="b300", data_parallel_size=8, enable_expert_parallel=True))[0]
+    held = 32 * 8 * 3 * 4096 * 14336 * 2
+    assert (alone.weights_bytes or 0) - (shared.weights_bytes or 0) == pytest.approx(held * 7 / 8, rel=0.01)
+    assert whole.weights_bytes == pytest.approx(shared.weights_bytes, rel=0.001)
+    assert (shared.non_torch_bytes or 0) > (alone.non_torch_bytes or 0)
+    assert any("--all2all-backend" in note for note in shared.notes)
+    dense = [estimate(model(), PlanOptions(gpu="b300", data_parallel_size=engines))[0] for engines in (1, 8)]
+    assert dense[0] == dense[1], "engines of a dense model have nothing to do with each other"
+
+
 def test_capture_sizes() -> None:
     options = PlanOptions(**LOGGED)
     spec = model().spec
@@ -259,6 +273,14 @@ def test_odd_fields_are_refused_and_never_a_traceback(seed: int) -> None:
         except PdkvError as refusal:
             assert str(refusal)
     assert 10 < answered < 100, "both happen"
+
+
+def test_numbers_that_would_keep_a_planner_busy_are_refused() -> None:
+    with pytest.raises(ConfigError, match="layers; no model has more than"):
+        model({**LLAMA, "num_hidden_layers": 1 << 40})
+    deep = {"depth": 1 << 40, "hidden_size": 64, "intermediate_size": 128}
+    with pytest.raises(ConfigError, match="vision tower of"):
+        estimate(model({**LLAMA, "vision_config": deep}), PlanOptions(gpu="h100"))
 
 
 # ------------------------------------------------------------------------------------------------------------ the files

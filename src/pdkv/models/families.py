@@ -19,6 +19,7 @@ from pdkv.models.fields import (
     HIDDEN,
     KV_HEADS,
     LAYERS,
+    MOST_LAYERS,
     Config,
     checkpoint_dtype,
     checkpoint_kv_dtype,
@@ -90,6 +91,11 @@ def _read(config: Config, name: str) -> ModelSpec:
 
 
 def _refuse_unknown(text: Config, name: str) -> None:
+    stated = first(text, LAYERS)
+    if isinstance(stated, int) and stated > MOST_LAYERS:
+        raise ConfigError(
+            f"{name}: {stated} layers; no model has more than {MOST_LAYERS}, so this is no model's config"
+        )
     if text.get("is_encoder_decoder"):
         raise UnsupportedModel(
             f"{name}: an encoder-decoder model: how long its cross attention is depends on the encoder's input, which "

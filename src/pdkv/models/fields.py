@@ -11,6 +11,8 @@ from pdkv.errors import ConfigError
 Config = Mapping[str, Any]
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# Each layer is read by itself: a number beyond this is a mistake, or meant to keep a planner busy.
+MOST_LAYERS = 10_000
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 # In vLLM's order (model_arch_config_convertor.py, get_total_num_kv_heads).
 KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")

@@ -148,15 +148,17 @@ def _stage(
     graphs = graph_count(options, model.spec) * kept.per_graph if options.rules.subtracts_graph_estimate else 0
     if not options.estimate_cudagraphs:
         graphs = 0
+    # Ranks that all-reduce, or hand tokens to each other's experts.
+    engines = options.data_parallel_size if options.data_parallel_size > 1 and weights.has_experts else 1
+    together = options.tensor_parallel_size * engines
     return Terms(
         weights=rank_bytes,
         activation=activation,
-        non_torch=kept.non_torch(options.tensor_parallel_size, options.pipeline_parallel_size),
+        non_torch=kept.non_torch(together, options.pipeline_parallel_size),
         graphs=graphs,
         weights_off=weights.off(rank_bytes),
         activation_off=off,
-        non_torch_off=(GIB // 4 if options.rules.budget_is_measured else GIB // 2)
-        * (2 if options.tensor_parallel_size > 1 else 1),
+        non_torch_off=(GIB // 4 if options.rules.budget_is_measured else GIB // 2) * (2 if together > 1 else 1),
         graphs_off=graphs * 3 // 4,
     )
 
@@ -270,8 +272,8 @@ def _notes(
         )
     if gpu is not None and gpu.vendor != "nvidia":
         found.append(f"all measurements are of NVIDIA GPUs; what {gpu.name} keeps outside PyTorch is not known")
-    if options.enable_expert_parallel and options.data_parallel_size > 1:
-        found.append("buffers of the all-to-all kernels between experts' ranks are not counted")
+    if options.data_parallel_size > 1 and weights.has_experts:
+        found.append("buffers in which experts' ranks hand each other tokens (--all2all-backend) are not counted")
     if calibration is not None:
         found.extend(calibration.notes)
     return tuple(found)

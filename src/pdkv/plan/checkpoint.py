@@ -16,6 +16,7 @@ from typing import Any
 from pdkv.errors import ConfigError, UnsupportedModel
 from pdkv.models.fields import Config, text_config
 from pdkv.models.weights import Division, Weights, count_weights
+from pdkv.models.weights.matrices import Split
 from pdkv.plan.activations import layer_widths
 from pdkv.plan.options import PlanOptions
 from pdkv.source import PlannedModel
@@ -55,6 +56,12 @@ class PlannedWeights:
             parts = () if self.counted is None else self.counted.parts
             self._widths[division] = layer_widths(self.text, parts, division)
         return self._widths[division]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether ranks of all data-parallel engines share layers, and so talk to each other."""
+        parts = () if self.counted is None else self.counted.parts
+        return any(matrix.split is Split.EXPERT_COLUMN for part in parts for matrix in part.matrices)
 
     @property
     def params(self) -> int | None:

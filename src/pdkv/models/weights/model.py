@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pdkv.models.defaults import family, with_defaults
-from pdkv.models.fields import HIDDEN, Config, first, positive, text_config
+from pdkv.models.fields import HIDDEN, MOST_LAYERS, Config, first, positive, text_config
 from pdkv.models.latent import is_v4
 from pdkv.models.spec import LayerKind, LayerSpec, ModelSpec
 from pdkv.models.weights.attention import attention_matrices
@@ -138,4 +138,4 @@ def _drafts(text: Config, count: int, caches: list[LayerSpec], last: int, traits
 def draft_layer_count(config: Config) -> int:
     """Multi-token-prediction layers that come with the checkpoint, 0 when there are none."""
     value = first(text_config(config), ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"))
-    return value if isinstance(value, int) and value > 0 else 0
+    return min(value, MOST_LAYERS) if isinstance(value, int) and value > 0 else 0

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pdkv.errors import UnsupportedModel
-from pdkv.models.fields import HIDDEN, Config, first, optional, positive
+from pdkv.errors import ConfigError, UnsupportedModel
+from pdkv.models.fields import HIDDEN, MOST_LAYERS, Config, first, optional, positive
 from pdkv.models.weights.matrices import Matrix, Split, linear, norm
 
 _DEPTH = ("depth", "num_hidden_layers", "vt_num_hidden_layers", "layers")
@@ -94,7 +94,10 @@ def _any(vision: Config, hidden: int, kind: str, name: str) -> list[Matrix]:
 
 
 def _sizes(vision: Config, name: str) -> _Tower:
-    return _Tower(positive(vision, _DEPTH, name), positive(vision, _WIDTH, name), positive(vision, _INNER, name))
+    depth = positive(vision, _DEPTH, name)
+    if depth > MOST_LAYERS:
+        raise ConfigError(f"{name}: a vision tower of {depth} layers; no model has more than {MOST_LAYERS}")
+    return _Tower(depth, positive(vision, _WIDTH, name), positive(vision, _INNER, name))
 
 
 def _blocks(tower: _Tower, path: str, *, gated: bool, bias: bool, norms: int = 2, norm_bias: bool) -> list[Matrix]:
