@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
 from typing import Any
 
 import pytest
@@ -259,6 +266,29 @@ def test_noise_is_refused_or_read(noise: str) -> None:
 def test_metrics_of_something_else_are_refused() -> None:
     with pytest.raises(ConfigError, match="none of vLLM or pdkv"):
         seen("go_goroutines 7\n")
+
+
+@pytest.mark.parametrize("key", ["q", "\x03"])
+def test_top_ends_at_a_key(key: str) -> None:
+    """In a terminal of its own; the terminal is as it was afterwards."""
+    with serving(200, text(usage=0.25, stages=NONE).encode()) as url:
+        ours, theirs = pty.openpty()
+        before = termios.tcgetattr(theirs)
+        command = [sys.executable, "-m", "pdkv", "top", url, "--interval", "30"]
+        process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        try:
+            shown = b""
+            while b"250 blocks" not in shown:
+                ready, _, _ = select.select([ours], [], [], 30)
+                assert ready, shown
+                shown += os.read(ours, 65536)
+            os.write(ours, key.encode()) if key == "q" else process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+            assert termios.tcgetattr(theirs)[3] == before[3]
+        finally:
+            process.kill()
+            os.close(ours)
+            os.close(theirs)
 
 
 def test_over_http_once_and_by_the_command_line() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from pdkv.errors import PdkvError
 from pdkv.models.spec import ModelSpec
@@ -31,8 +32,13 @@ def candidate_names(name: str) -> Iterator[str]:
 
 
 def find_named(name: str) -> ModelSpec | None:
-    """The model that a log calls ``name``; ``None`` when neither the catalogue nor this machine knows it."""
+    """The model that a log calls ``name``; ``None`` when neither the catalogue nor this machine knows it.
+
+    A log is not trusted with the choice of a file: of this machine, only a model's directory is read.
+    """
     for candidate in candidate_names(name):
+        if Path(candidate).is_file():
+            continue
         try:
             return find_spec(candidate).spec
         except PdkvError:

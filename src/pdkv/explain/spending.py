@@ -41,14 +41,12 @@ def _spent(start: Start) -> list[Finding]:
         + (f" ({term.size.bytes / whole.bytes:.0%})" if whole is not None and whole.bytes > 0 else "")
         for term in parts
     )
-    of = ""
+    of = "" if whole is None else f" of {whole.text}"
     if rank.requested is not None and rank.total is not None:
-        utilization = start.log.settings.gpu_memory_utilization
-        of = f" of {rank.requested.text} ({utilization or '?'} of {rank.total.text})"
-    elif whole is not None:
-        of = f" of {whole.text}"
+        share = start.log.settings.gpu_memory_utilization or "a share"
+        of = f" of {rank.requested.text} ({share} of {rank.total.text})"
     largest = max(parts, key=lambda term: term.size.bytes)
-    return [Finding(id="budget", text=f"{rank.name} spent{of}: {text}", bytes=largest.size.bytes, effect=largest.name)]
+    return [Finding(id="budget", text=f"{rank.name}{of}: {text}", bytes=largest.size.bytes, effect=largest.name)]
 
 
 def _bottleneck(start: Start) -> list[Finding]:

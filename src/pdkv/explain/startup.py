@@ -33,6 +33,9 @@ def explain_start(source: str, log: StartupLog, spec: ModelSpec | None) -> Expla
 
 def _model_findings(start: Start) -> list[Finding]:
     """Why nothing could be recomputed, and what was assumed where it could."""
+    if start.spec is None and start.engine is None and not any(start.available):
+        # Nothing was sized, so there is nothing that the model would tell.
+        return []
     if start.spec is None:
         name = start.log.settings.model
         return [
