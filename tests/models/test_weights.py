@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 
 from pdkv.errors import UnsupportedModel
+from pdkv.models.catalog import catalog
 from pdkv.models.families import spec_from_config
 from pdkv.models.weights import Division, Weights, count_weights
 from pdkv.models.weights.formats import MXFP4, NVFP4, fp8_block, packed
@@ -78,6 +80,19 @@ def test_published_counts() -> None:
     assert weights(LLAMA).params == 8_030_261_248
     assert weights(LLAMA).file_bytes("bfloat16") == 2 * 8_030_261_248
     assert weights(LLAMA).file_bytes("float32") == 4 * 8_030_261_248
+
+
+def test_every_model_of_the_catalogue_that_is_laid_out_is_counted() -> None:
+    """Within what the name says (8B: 6.4 to 10.8 billion), where it says it."""
+    for known in catalog().values():
+        try:
+            spec = spec_from_config(known.config, name=known.name)
+        except UnsupportedModel:
+            continue
+        params = count_weights(known.config, spec).params
+        stated = re.search(r"-(\d+(?:\.\d+)?)B(?!-\d+E|\d)", known.name, re.IGNORECASE)
+        if stated is not None and not re.search(r"\dx\d|-\d+E-", known.name, re.IGNORECASE):
+            assert 0.8 < params / (float(stated[1]) * 1e9) < 1.35, known.name
 
 
 def test_models_of_the_shared_folder_are_counted_or_refused(shared: Any) -> None:

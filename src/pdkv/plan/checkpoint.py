@@ -23,6 +23,8 @@ from pdkv.source import PlannedModel
 from pdkv.units import MIB, format_bytes
 
 _INDEX = "model.safetensors.index.json"
+# The same weights in Mistral's format, and those of an adapter.
+_OTHER_FILES = ("consolidated", "adapter_")
 _LARGEST_HEADER = 100 * MIB  # what the safetensors library accepts
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # In a checkpoint, and never loaded.
@@ -169,7 +171,7 @@ def stored_tensors(directory: Path, decoder_layers: int, text: Config) -> dict[s
 def _files(directory: Path) -> list[Path]:
     index = directory / _INDEX
     if not index.is_file():
-        return sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith("consolidated"))
+        return sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith(_OTHER_FILES))
     try:
         names = json.loads(index.read_bytes())["weight_map"].values()
         files = sorted({directory / str(name) for name in names})

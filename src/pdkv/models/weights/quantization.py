@@ -23,6 +23,7 @@ _ALIASES = (
     (".mixer.", ".mlp."),
     (".shared_expert.", ".shared_experts."),
 )
+_BITSANDBYTES = Format(name="4 bit (bitsandbytes)", bits=4, scale="group", scale_bytes=4, group=64)
 # `--quantization` of a checkpoint in 16 bits: quantized at loading.
 _ONLINE = {
     "fp8": eight_bit("fp8", "tensor"),
@@ -31,6 +32,7 @@ _ONLINE = {
     "fp8_per_block": fp8_block(128),
     "mxfp8": MXFP8,
     "int8_per_channel": eight_bit("int8", "channel"),
+    "bitsandbytes": _BITSANDBYTES,
 }
 
 
@@ -115,7 +117,7 @@ def _of_method(section: Config, method: str, name: str) -> Format:
             return packed("awq", int(bits or 4), size, zero_points=bool(section.get("zero_point", True)))
         case "gptq" | "gptq_marlin" | "auto-round":
             return packed(method, int(bits or 4), size, zero_points=True)  # there even when they are all the same
-        case "nvfp4" | "fp4":
+        case "nvfp4" | "fp4" | "w4a16_nvfp4":
             return NVFP4
         case "w4a16_awq" | "nvfp4_awq":
             return packed("awq", 4, size or 128, zero_points=False)
@@ -128,7 +130,7 @@ def _of_method(section: Config, method: str, name: str) -> Format:
         case "bitsandbytes":
             if section.get("load_in_8bit"):
                 return eight_bit("int8 (bitsandbytes)", "channel")
-            return Format(name="4 bit (bitsandbytes)", bits=4, scale="group", scale_bytes=4, group=64)
+            return _BITSANDBYTES
         case "w4afp8" | "w4a8_awq":
             return packed(method, 4, size or 128, zero_points=False)
     raise UnsupportedModel(
