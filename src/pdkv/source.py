@@ -42,10 +42,8 @@ def find_spec(ref: str, overrides: Mapping[str, Any] | None = None) -> PlannedMo
     if known is not None:
         config = _overridden(known.config, overrides)
         return PlannedModel(spec_from_config(config, name=known.name), None, config)
-    path = Path(ref).expanduser()
-    config_path = path / "config.json" if path.is_dir() else path
-    if not config_path.is_file():
-        there = f"the directory {path} has no config.json" if path.is_dir() else "no such file or directory either"
+    config_path, there = _config_path(ref)
+    if config_path is None:
         near = similar_names(ref)
         meant = f"did you mean {', '.join(near)}? Else give" if near else "give"
         raise ConfigError(
@@ -60,6 +58,18 @@ def find_spec(ref: str, overrides: Mapping[str, Any] | None = None) -> PlannedMo
     whole = config_path.name == "config.json"
     name = config_path.resolve().parent.name if whole else config_path.stem
     return PlannedModel(spec_from_config(config, name=name), None, config, config_path.parent if whole else None)
+
+
+def _config_path(ref: str) -> tuple[Path | None, str]:
+    """(the config file behind a path, or ``None``; then why not)."""
+    try:
+        path = Path(ref).expanduser()
+        if path.is_dir():
+            inside = path / "config.json"
+            return (inside, "") if inside.is_file() else (None, f"the directory {path} has no config.json")
+        return (path, "") if path.is_file() else (None, "no such file or directory either")
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL inside, no such user's home
+        return None, f"no path either ({error})"
 
 
 def _read(path: Path) -> dict[str, Any]:

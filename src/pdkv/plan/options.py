@@ -149,7 +149,13 @@ class PlanOptions:
         """The type the model computes in. As in vLLM, auto halves a 32-bit checkpoint (and one that does not say)."""
         if self.dtype != "auto":
             return self.dtype
-        return "bfloat16" if spec.dtype in (None, "float32") else spec.dtype
+        if spec.dtype in (None, "float32"):
+            return "bfloat16"
+        if spec.dtype not in MODEL_DTYPES:
+            raise ConfigError(
+                f"{spec.name}: its config says that it is in {spec.dtype!r}; give --dtype ({', '.join(MODEL_DTYPES)})"
+            )
+        return spec.dtype
 
     def length(self, spec: ModelSpec) -> int:
         """The longest request that was asked for, or the model's own; `beyond_trained` says when it is too long."""

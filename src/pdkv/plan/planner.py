@@ -8,6 +8,7 @@ from typing import Any
 
 from pdkv.layout.backends import default_backend
 from pdkv.layout.groups import RankLayout
+from pdkv.models.fields import reading
 from pdkv.models.spec import LayerKind, ModelSpec
 from pdkv.plan.advice import Resize, advise
 from pdkv.plan.budget import estimate, memory_facts, weights_facts
@@ -84,11 +85,12 @@ def _connector_price(sized: Sized, resize: Resize) -> Iterator[str]:
 
 def size_planned(model: PlannedModel, options: PlanOptions, calibration: Calibration | None = None) -> Sized:
     """``model`` in the memory that ``options`` give or imply. Raises ConfigError when they do neither."""
-    if options.kv_cache_memory_bytes is not None or options.num_gpu_blocks_override is not None:
-        return size(model.spec, options)
-    stages = estimate(model, options, calibration)
-    # A budget that is spent before KV is an answer too: a pool without a block.
-    return size(model.spec, options, [max(1, stage.available_kv_bytes) for stage in stages])
+    with reading(model.spec.name):
+        if options.kv_cache_memory_bytes is not None or options.num_gpu_blocks_override is not None:
+            return size(model.spec, options)
+        stages = estimate(model, options, calibration)
+        # A budget that is spent before KV is an answer too: a pool without a block.
+        return size(model.spec, options, [max(1, stage.available_kv_bytes) for stage in stages])
 
 
 def warnings_of(spec: ModelSpec, sized: Sized) -> tuple[str, ...]:
