@@ -11,33 +11,17 @@ from dataclasses import replace
 
 from pdkv.errors import ConfigError
 from pdkv.layout.draft import is_part_of_model
-from pdkv.layout.pages import stage_layers
-from pdkv.models.fields import reading
 from pdkv.models.gpus import Gpu, find_gpu
-from pdkv.models.weights import Division
-from pdkv.plan.activations import (
-    SORTING,
-    TRITON,
-    V2_RUNNER,
-    SamplerRules,
-    Step,
-    forward_peak,
-    sampler_peak,
-    vision_peak,
-)
 from pdkv.plan.calibrate import Calibration, Corrections
-from pdkv.plan.capture_sizes import graph_count
 from pdkv.plan.checkpoint import PlannedWeights, plan_weights
 from pdkv.plan.measured import Measured, measured
 from pdkv.plan.options import PlanOptions
 from pdkv.plan.report import MemoryFacts
 from pdkv.plan.sizing import Sized
+from pdkv.plan.stages import stage_terms
 from pdkv.plan.terms import Terms
 from pdkv.source import PlannedModel
-from pdkv.units import GIB, MIB, format_bytes
-
-_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_HOPPER_PROCESSORS = 132
+from pdkv.units import format_bytes
 
 
 def estimate(
@@ -109,107 +93,6 @@ def device_memory(options: PlanOptions, calibration: Calibration | None = None) 
             "its own as 'Available KV cache memory')"
         )
     return gpu.total_bytes, gpu
-
-
-def stage_terms(
-    model: PlannedModel,
-    options: PlanOptions,
-    weights: PlannedWeights,
-    gpu: Gpu | None,
-    constants: Measured | None = None,
-) -> tuple[Terms, ...]:
-    """The terms of every pipeline stage."""
-    kept = constants or measured(options.rules, fast_link=gpu is None or "NVLink" in gpu.link)
-    stages = stage_layers(model.spec.decoder_layers, options.pipeline_parallel_size)
-    dtype = options.model_dtype(model.spec)
-    if dtype not in _ELEMENT_BYTES:
-        raise ConfigError(f"{model.spec.name}: weights of type {dtype!r} are not sized; --dtype says another")
-    with reading(model.spec.name):
-        return tuple(
-            _stage(model, options, weights, gpu, kept, layers, index == 0, index == len(stages) - 1)
-            for index, layers in enumerate(stages)
-        )
-
-
-def _stage(
-    model: PlannedModel,
-    options: PlanOptions,
-    weights: PlannedWeights,
-    gpu: Gpu | None,
-    kept: Measured,
-    layers: range,
-    first: bool,
-    last: bool,
-) -> Terms:
-    dtype = options.model_dtype(model.spec)
-    division = _division(options)
-    rank_bytes = weights.on_rank(division, dtype, layers=layers, first=first, last=last)
-    activation, off = _activation(model, options, weights, gpu, division, layers, last)
-    graphs = graph_count(options, model.spec) * kept.per_graph if options.rules.subtracts_graph_estimate else 0
-    if not options.estimate_cudagraphs:
-        graphs = 0
-    # Ranks that all-reduce, or hand tokens to each other's experts.
-    engines = options.data_parallel_size if options.data_parallel_size > 1 and weights.has_experts else 1
-    together = options.tensor_parallel_size * engines
-    return Terms(
-        weights=rank_bytes,
-        activation=activation,
-        non_torch=kept.non_torch(together, options.pipeline_parallel_size),
-        graphs=graphs,
-        weights_off=weights.off(rank_bytes),
-        activation_off=off,
-        non_torch_off=(GIB // 4 if options.rules.budget_is_measured else GIB // 2) * (2 if together > 1 else 1),
-        graphs_off=graphs * 3 // 4,
-    )
-
-
-def _division(options: PlanOptions) -> Division:
-    ranks = options.tensor_parallel_size
-    shared = ranks * options.data_parallel_size * options.prefill_context_parallel_size
-    return Division(tensor_parallel=ranks, expert_ranks=shared, expert_parallel=options.enable_expert_parallel)
-
-
-def _activation(
-    model: PlannedModel,
-    options: PlanOptions,
-    weights: PlannedWeights,
-    gpu: Gpu | None,
-    division: Division,
-    layers: range,
-    last: bool,
-) -> tuple[int, int]:
-    """(bytes, what they may be off by) of the activations' peak."""
-    text = weights.text
-    step = Step(
-        tokens=options.batched_tokens,
-        rows=options.seqs,
-        max_model_len=options.length(model.spec),
-        element_bytes=_ELEMENT_BYTES[options.model_dtype(model.spec)],
-    )
-    processors = _HOPPER_PROCESSORS if gpu is None else gpu.processors
-    widths = weights.layer_widths(division)
-    forward = forward_peak(text, max((widths.get(layer, 0) for layer in layers), default=0), division, step)
-    vision = vision_peak({} if options.language_model_only else weights.config, text, step)
-
-    def peak(rules: SamplerRules) -> int:
-        sampler = sampler_peak(text, step, rules, processors) if last else 0
-        return max(vision.kept_bytes + max(forward, sampler), vision.peak_bytes)
-
-    chosen = _sampler(options)
-    found = peak(chosen)
-    off = found // 12 + 64 * MIB + (vision.peak_bytes // 4 + GIB // 4 if vision.peak_bytes else 0)
-    if options.pipeline_parallel_size > 1:
-        found += 2 * step.tokens * int(text.get("hidden_size") or 0) * step.element_bytes  # received, or to be sent
-    if chosen is V2_RUNNER:
-        off += max(0, peak(TRITON) - found)
-    return found, off
-
-
-def _sampler(options: PlanOptions) -> SamplerRules:
-    rules = options.rules
-    if not rules.samples_by_triton:
-        return SORTING
-    return V2_RUNNER if rules.runs_on_v2_runner and not options.v1_runner else TRITON
 
 
 # ------------------------------------------------------------------------------------------------------------ the facts

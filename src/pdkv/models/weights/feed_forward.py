@@ -118,7 +118,7 @@ def _is_sparse(text: Config, index: int) -> bool:
     return index % int(frequency or 1) == 0
 
 
-def _dense(text: Config, width: int, hidden: int, traits: Traits, path: str, prefix: str = "") -> list[Matrix]:
+def _dense(text: Config, width: int, hidden: int, traits: Traits, path: str) -> list[Matrix]:
     bias = bool(traits.mlp_bias or text.get("mlp_bias") or (not traits.gated and text.get("use_bias")))
     if not traits.gated:
         return [

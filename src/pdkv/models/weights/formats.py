@@ -16,7 +16,8 @@ from pdkv.units import cdiv
 class Format:
     """``bits`` of a code. Scales of ``scale_bytes`` are one for the tensor, for each output row (``channel``), for
     ``group`` inputs of a row, or for a square of ``group`` x ``group`` (``block``). ``zero_bits`` are one zero point's.
-    Rows of experts are padded to ``pad_rows`` and their inputs to ``pad_cols`` where the kernel needs that.
+    Where kernels need that, experts are padded to a multiple of ``pad_hidden`` of the model's channels and of
+    ``pad_inner`` of their own.
     """
 
     name: str
