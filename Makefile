@@ -2,6 +2,7 @@
 #   make demo   serve a real model through a prefill and a decode instance, and watch the KV memory (after set-up: < 90 s)
 #   make test   the whole test suite, no network
 #   make faults P/D systems under seeded faults (SEEDS=0:10000 is the long proof)
+#   make proof  10,000 random lives of blocks under the memory core's invariants (half a minute)
 #   make check  lint, types, import floors, fast tests
 #   make serve  the OpenAI server on http://127.0.0.1:8000   (MODEL=..., ARGS='--max-model-len 4096')
 #   make bench  speed, beside vLLM when PEER_PYTHON names an interpreter that has it
@@ -18,7 +19,7 @@ SEEDS ?= 0:300
 FAST_TESTS := tests/core tests/layout tests/models tests/logs tests/plan tests/explain tests/cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test faults check bench format clean
+.PHONY: help setup demo serve test faults proof check bench format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -40,6 +41,9 @@ test: $(READY)
 
 faults: $(READY)
 	@$(PY) -m pdkv faults --seeds $(SEEDS) $(ARGS)
+
+proof: $(READY)
+	@$(PY) tests/core/block_lives.py 10000 0
 
 check: $(READY)
 	@$(VENV)/bin/ruff check .

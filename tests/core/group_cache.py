@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from tests.core.helpers import next_token, prefix_tags
 
-from pdkv.core.blocks.groups import ChunkedGroup, Group, StateGroup, WindowGroup
+from pdkv.core.blocks.groups import ChunkedGroup, Group, ReferenceWindowGroup, RingGroup, StateGroup, WindowGroup
 from pdkv.core.ports import Batch, Int32Array, NewRequest, Outputs
 
 
@@ -20,11 +20,13 @@ class GroupCache:
         self.slots = np.full((num_blocks, max(group.block_size for group in groups)), -1, dtype=np.int64)
         self.states = np.full(num_blocks, -1, dtype=np.int64)
         self.known: dict[str, list[int]] = {}
+        self._prompts: dict[str, int] = {}
         self._tags: dict[str, list[int]] = {}
 
     def add(self, new: NewRequest) -> None:
         """The executor's own record of a request's tokens."""
         self.known[new.request_id] = new.prompt.tolist()
+        self._prompts[new.request_id] = len(new.prompt)
 
     def run(self, batch: Batch) -> Outputs:
         """Sampled tokens; raises ``AssertionError`` when a row reads foreign content or writes where it must not."""
@@ -63,6 +65,9 @@ class GroupCache:
 
     def _write(self, batch: Batch, row: int, group: Group, table: Int32Array) -> None:
         start, end, tags = self._span(batch, row)
+        if isinstance(group, RingGroup):
+            assert table[0] != 0, f"{batch.request_ids[row]}: no block for {group}"
+            return
         for position in range(start, end):
             block = int(table[position // group.block_size])
             assert block != 0, f"{batch.request_ids[row]}: token {position} has no block in {group}"
@@ -70,12 +75,18 @@ class GroupCache:
 
     def _read(self, batch: Batch, row: int, group: Group, table: Int32Array) -> None:
         start, end, tags = self._span(batch, row)
-        first = 0
+        if isinstance(group, RingGroup):
+            return
+        first, gap = 0, range(0)
         if isinstance(group, WindowGroup):
             first = max(0, start + 1 - group.window)
         elif isinstance(group, ChunkedGroup):
             first = start // group.chunk * group.chunk
+        elif isinstance(group, ReferenceWindowGroup):
+            gap = range(self._prompts[batch.request_ids[row]], start + 1 - group.window)
         for position in range(first, end):
+            if position in gap:
+                continue
             seen = self.slots[table[position // group.block_size], position % group.block_size]
             assert seen == tags[position], f"{batch.request_ids[row]}: foreign KV at {position} in {group}"
 
