@@ -190,6 +190,8 @@ def test_capture_sizes() -> None:
     assert graph_count(replace(options, enforce_eager=True), spec) == 0
     assert capture_sizes(replace(options, cudagraph_capture_sizes=(4, 2)), spec) == (2, 4)
     assert capture_sizes(replace(options, max_num_seqs=8), spec) == (1, 2, 4, 8, 16)
+    assert graph_count(replace(options, max_num_seqs=8), spec) == 5 + 4
+    assert graph_count(replace(options, max_num_seqs=256), spec) == 51 + 35, "FULL=35 (largest=256), as logs say"
 
 
 def test_more_than_is_free_at_the_start_is_pointed_out() -> None:
@@ -197,6 +199,19 @@ def test_more_than_is_free_at_the_start_is_pointed_out() -> None:
     assert any("does not start: at most 0.993" in note for note in found.notes), "78.68 of 79.19 GiB are free"
     parallel = replace(PlanOptions(**LOGGED), gpu_memory_utilization=0.98, tensor_parallel_size=2)
     assert any("does not start" in note for note in estimate(model(), parallel)[0].notes)
+
+
+def test_the_one_public_log_of_a_release_since_0_21() -> None:
+    """vLLM 0.31.0, an A100 80GB, Llama-3.1-8B-Instruct and no flags: 56.21 GiB for KV of 72.91 GiB.
+
+    From a public notebook of start-up lines: 15.26 GiB consumed, a peak of 1.44 GiB with the estimated graphs in it.
+    """
+    (found,) = estimate(model(), PlanOptions(gpu="a100-80gb", vllm_version="0.31"))
+    assert (found.requested_bytes or 0) / GIB == pytest.approx(72.91, abs=0.01)
+    consumed = (found.weights_bytes or 0) + (found.non_torch_bytes or 0)
+    assert consumed / GIB == pytest.approx(15.26, abs=0.05)
+    assert abs(found.available_kv_bytes / GIB - 56.21) < 0.01 * 72.91
+    assert (found.low_bytes or 0) < 56.21 * GIB < (found.high_bytes or 0)
 
 
 # --------------------------------------------------------------------------------------------------------- the planner

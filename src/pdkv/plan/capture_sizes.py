@@ -15,7 +15,12 @@ def graph_count(options: PlanOptions, spec: ModelSpec) -> int:
     mode = options.cudagraph_mode or "FULL_AND_PIECEWISE"
     if options.enforce_eager or mode == "NONE":
         return 0
-    return len(capture_sizes(options, spec)) * (2 if mode in ("FULL_AND_PIECEWISE", "FULL_DECODE_AND_PIECEWISE") else 1)
+    sizes = capture_sizes(options, spec)
+    # Whole graphs are of decode steps, which have a token (and its drafts) for every request.
+    most = options.seqs * (1 + (options.speculative_tokens or 0))
+    whole = sum(size <= most for size in sizes)
+    pieces = len(sizes) if "PIECEWISE" in mode else 0
+    return pieces + (whole if "FULL" in mode else 0)
 
 
 def capture_sizes(options: PlanOptions, spec: ModelSpec) -> tuple[int, ...]:
