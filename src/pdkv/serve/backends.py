@@ -55,6 +55,11 @@ class Backend:
         """It failed: others are tried before it for a while."""
         self.down_since = time.monotonic()
 
+    @property
+    def resting(self) -> bool:
+        """Whether it failed a moment ago."""
+        return self.down_since is not None and time.monotonic() - self.down_since < _REST_S
+
     def probe(self, client: httpx.AsyncClient, timeout_s: float) -> asyncio.Future[bool]:
         """Whether it answers `/health`, with whatever status. All who wonder at one time share one question."""
         if self._probe is None or self._probe.done():
@@ -83,8 +88,7 @@ class Pool:
         """All instances in the order in which to try them: those not resting first, starting with the next in turn."""
         start = next(self._turn) % len(self.backends)
         in_turn = self.backends[start:] + self.backends[:start]
-        now = time.monotonic()
-        return sorted(in_turn, key=lambda b: b.down_since is not None and now - b.down_since < _REST_S)
+        return sorted(in_turn, key=lambda backend: backend.resting)
 
 
 class Watch:

@@ -88,14 +88,23 @@ def error_response(error: Exception, headers: dict[str, str] | None = None) -> J
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(title: str, routes: Mapping[str, Handler], close: Callable[[], Awaitable[None]]) -> FastAPI:
-    """An application of ``routes`` ("POST /v1/completions": its handler); ``close`` is awaited when it ends.
+def make_app(
+    title: str,
+    routes: Mapping[str, Handler],
+    close: Callable[[], Awaitable[None]],
+    start: Callable[[], Awaitable[None]] | None = None,
+) -> FastAPI:
+    """An application of ``routes`` ("POST /v1/completions": its handler).
+
+    ``start`` is awaited when it begins, ``close`` when it ends.
 
     Without FastAPI's own pages: they load their scripts from another host, and the bodies are checked by us.
     """
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        if start is not None:
+            await start()
         yield
         await close()
 

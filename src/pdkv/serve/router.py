@@ -7,7 +7,7 @@ metric say that it happened. When D cannot be reached, P's lease ends by expiry:
 
 A long queue is no failure, so there is no limit on how long a leg may take; an instance that gives no sign of life for
 ``instance_timeout_s`` is given up (`backends.Watch`). An instance that fails before anything of its answer was passed
-on is replaced by the next of its role.
+on is replaced by the next of its role. Which instance comes first is `placement`'s to say.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import msgspec
 from fastapi import FastAPI, Request
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.responses import Response
 
-from pdkv.runtime.shown import REASON_CHARS, readable
 from pdkv.serve.backends import Backend, Pool, Silent, Unreachable, Watch, make_client, open_response
+from pdkv.serve.drains import Drains
+from pdkv.serve.fleet import Fleet, error_text, passed_on
 from pdkv.serve.http import (
-    JsonResponse,
     StreamResponse,
     error_response,
     make_app,
@@ -37,10 +37,10 @@ from pdkv.serve.http import (
     request_id_of,
     until_disconnect,
 )
-from pdkv.serve.merge import CONTENT_TYPE, merge_metrics
 from pdkv.serve.openai import ApiError
 from pdkv.serve.options import RouterOptions
 from pdkv.serve.params import PREFILL_LEG
+from pdkv.serve.placement import Placement, Prompt, keep_asking
 from pdkv.serve.strict_json import parse_json
 
 LOG = logging.getLogger("pdkv.router")
@@ -58,7 +58,6 @@ _DROPPED_ON_PREFILL = frozenset(
         "kv_transfer_params",
     }
 )
-_SCRAPE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,6 @@ class RouterMetrics:
         self.requests = Counter("pdkv:router_requests", "Answered requests", ["status"], registry=self.registry)
         self.local = Counter("pdkv:router_local_prefills", "Requests that D prefilled itself", registry=self.registry)
         self.prefill_s = Histogram("pdkv:router_prefill_leg_seconds", "Seconds of leg 1", registry=self.registry)
-        self.up = Gauge("pdkv:router_backend_up", "1 when the instance answers", ["instance"], registry=self.registry)
 
 
 class Router:
@@ -90,9 +88,22 @@ class Router:
         self._decode = Pool("decode", options.decode)
         self._metrics = RouterMetrics()
         self._client = client or make_client(options.connect_timeout_s)
+        self.fleet = Fleet(
+            self._client, self._prefill, self._decode, self._metrics.registry,
+            decode_alone=options.prefill_fallback == "local",
+        )  # fmt: skip
+        self._on_prefill, self._on_decode = Placement(self._prefill), Placement(self._decode)
+        self.drains = Drains((self._on_prefill, self._on_decode))
+        self._asking: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Ask the instances for their figures from now on."""
+        self._asking = asyncio.create_task(keep_asking(self._client, (self._on_prefill, self._on_decode)))
 
     async def close(self) -> None:
         """Close the connections to the instances."""
+        if self._asking is not None:
+            self._asking.cancel()
         await self._client.aclose()
 
     # -------------------------------------------------------------------------------------------------- generation
@@ -112,25 +123,30 @@ class Router:
         headers = {k: v for k, v in request.headers.items() if k not in _NOT_FORWARDED}
         headers |= {"x-request-id": request_id, "accept-encoding": "identity", "content-type": "application/json"}
         body.pop("kv_transfer_params", None)
-        started = time.monotonic()
-        prefill = await self._prefill_leg(request.url.path, body, headers)
-        if prefill.refused is not None:
-            return prefill.refused
-        if prefill.local_because is not None:
-            LOG.warning("%s: the decode instance prefills itself: %s", request_id, prefill.local_because)
-            self._metrics.local.inc()
-        else:
-            self._metrics.prefill_s.observe(time.monotonic() - started)
-            body["kv_transfer_params"] = prefill.params
-        extra = {"x-request-id": request_id, PREFILL_HEADER: "local" if prefill.local_because else "remote"}
-        return await self._decode_leg(request.url.path, body, headers, extra)
+        started, path, prompt = time.monotonic(), request.url.path, Prompt.of(body)
+        with ExitStack() as leased:  # the prefill instance is needed until the decode instance has begun to answer
+            prefill = await self._prefill_leg(path, body, headers, prompt, leased)
+            if prefill.refused is not None:
+                return prefill.refused
+            if prefill.local_because is not None:
+                LOG.warning("%s: the decode instance prefills itself: %s", request_id, prefill.local_because)
+                self._metrics.local.inc()
+            else:
+                self._metrics.prefill_s.observe(time.monotonic() - started)
+                body["kv_transfer_params"] = prefill.params
+            extra = {"x-request-id": request_id, PREFILL_HEADER: "local" if prefill.local_because else "remote"}
+            return await self._decode_leg(path, body, headers, extra, prompt.with_tokens(prefill.params))
 
-    async def _prefill_leg(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> PrefillResult:
+    async def _prefill_leg(
+        self, path: str, body: dict[str, Any], headers: dict[str, str], prompt: Prompt, leased: ExitStack
+    ) -> PrefillResult:
         leg = {key: value for key, value in body.items() if key not in _DROPPED_ON_PREFILL}
         leg |= {"stream": False, "max_tokens": 1, "max_completion_tokens": 1, "kv_transfer_params": PREFILL_LEG}
         content = msgspec.json.encode(leg)
         failures: list[str] = []
-        for backend in self._prefill.candidates():
+        for backend in self._on_prefill.order(prompt):
+            leased.close()
+            leased.enter_context(self._on_prefill.sending(backend, prompt))
             outgoing = self._client.build_request("POST", backend.url + path, content=content, headers=headers)
             try:
                 async with Watch(self._client, backend, self._options.instance_timeout_s) as watch:
@@ -144,10 +160,10 @@ class Router:
             answer = response.content
             if response.status_code == 503:
                 backend.rest()
-                failures.append(f"{backend.name}: {_error_text(answer)}")
+                failures.append(f"{backend.name}: {error_text(answer)}")
                 continue
             if not response.is_success:
-                return PrefillResult(refused=_passed_on(response, answer))
+                return PrefillResult(refused=passed_on(response, answer))
             return self._params_of(backend, answer)
         if self._options.prefill_fallback == "fail":
             raise ApiError(
@@ -175,13 +191,14 @@ class Router:
         return PrefillResult(params=params)
 
     async def _decode_leg(
-        self, path: str, body: dict[str, Any], headers: dict[str, str], extra: dict[str, str]
+        self, path: str, body: dict[str, Any], headers: dict[str, str], extra: dict[str, str], prompt: Prompt
     ) -> Response:
         content = msgspec.json.encode(body)
         failures: list[str] = []
-        for backend in self._decode.candidates():
+        for backend in self._on_decode.order(prompt):
             outgoing = self._client.build_request("POST", backend.url + path, content=content, headers=headers)
             async with AsyncExitStack() as stack:
+                stack.enter_context(self._on_decode.sending(backend, prompt))
                 try:
                     watch = await stack.enter_async_context(
                         Watch(self._client, backend, self._options.instance_timeout_s)
@@ -190,7 +207,7 @@ class Router:
                     response = await watch.wait(stack.enter_async_context(opened))
                     if response.status_code == 503:  # its engine has stopped
                         backend.rest()
-                        failures.append(f"{backend.name}: {_error_text(await watch.wait(response.aread()))}")
+                        failures.append(f"{backend.name}: {error_text(await watch.wait(response.aread()))}")
                         continue
                 except (Unreachable, Silent) as error:
                     failures.append(str(error))
@@ -224,99 +241,6 @@ class Router:
                 raise
             yield b"data: " + msgspec.json.encode(ApiError(503, text, code="decode_failed").body()) + b"\n\n"
 
-    # ----------------------------------------------------------------------------------------------- merged answers
-
-    async def _get(self, backend: Backend, path: str) -> httpx.Response | str:
-        """The instance's answer, or why there is none."""
-        try:
-            response = await self._client.get(backend.url + path, timeout=_SCRAPE_TIMEOUT_S)
-        except httpx.TransportError as error:
-            self._metrics.up.labels(instance=backend.label).set(0)
-            return f"{backend.label} {backend.url}: {error or type(error).__name__}"
-        self._metrics.up.labels(instance=backend.label).set(1)
-        return response
-
-    async def _get_all(self, path: str) -> list[tuple[Backend, httpx.Response | str]]:
-        backends = [*self._prefill.backends, *self._decode.backends]
-        answers = await asyncio.gather(*(self._get(backend, path) for backend in backends))
-        return list(zip(backends, answers, strict=True))
-
-    async def models(self, _request: Request) -> Response:
-        """``GET /v1/models`` of the first decode instance that answers."""
-        failures = []
-        for backend in self._decode.candidates():
-            answer = await self._get(backend, "/v1/models")
-            if isinstance(answer, httpx.Response):
-                return _passed_on(answer, answer.content)
-            failures.append(answer)
-        return error_response(ApiError(503, f"no decode instance answers ({'; '.join(failures)})"))
-
-    async def health(self, _request: Request) -> Response:
-        """``GET /health``: 200 while requests are answered; every instance is named.
-
-        That takes a healthy decode instance, and a prefill instance too if decode may not stand in for it.
-        """
-        states: dict[str, str] = {}
-        healthy = {"prefill": 0, "decode": 0}
-        for backend, answer in await self._get_all("/health"):
-            if isinstance(answer, str):
-                states[backend.label] = answer
-            elif answer.is_success:
-                states[backend.label] = "ok"
-                healthy[backend.role] += 1
-            else:
-                states[backend.label] = _reason(answer)
-        needed = ["decode"] if self._options.prefill_fallback == "local" else ["prefill", "decode"]
-        missing = [role for role in needed if not healthy[role]]
-        if missing:
-            return JsonResponse(
-                {"status": "failed", "reason": f"no healthy {' and no '.join(missing)} instance", "instances": states},
-                status_code=503,
-            )
-        all_ok = all(state == "ok" for state in states.values())
-        return JsonResponse({"status": "ok" if all_ok else "degraded", "instances": states})
-
-    async def metrics(self, _request: Request) -> Response:
-        """``GET /metrics``: the instances' metrics with the label ``instance``, and the router's own."""
-        texts = {
-            backend.label: answer.text
-            for backend, answer in await self._get_all("/metrics")
-            if isinstance(answer, httpx.Response) and answer.is_success
-        }
-        return Response(merge_metrics(texts, self._metrics.registry), media_type=CONTENT_TYPE)
-
-    async def memory(self, _request: Request) -> Response:
-        """``GET /debug/memory``: the instances' ledgers in one list; those without an answer under ``unreachable``."""
-        instances: list[Any] = []
-        unreachable: list[str] = []
-        for backend, answer in await self._get_all("/debug/memory"):
-            if isinstance(answer, str):
-                unreachable.append(answer)
-                continue
-            try:
-                instances += [{**entry, "instance": backend.label} for entry in answer.json()["instances"]]
-            except (ValueError, KeyError, TypeError):
-                unreachable.append(f"{backend.label} {backend.url}: no ledger there (HTTP {answer.status_code})")
-        return JsonResponse({"instances": instances, "unreachable": unreachable})
-
-
-def _passed_on(response: httpx.Response, body: bytes) -> Response:
-    return Response(body, status_code=response.status_code, media_type=response.headers.get("content-type"))
-
-
-def _reason(response: httpx.Response) -> str:
-    try:
-        return readable(str(response.json()["reason"]), REASON_CHARS)
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {response.status_code}"
-
-
-def _error_text(body: bytes) -> str:
-    try:
-        return readable(str(msgspec.json.decode(body)["error"]["message"]), REASON_CHARS)
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return "HTTP 503"
-
 
 def create_router_app(options: RouterOptions, client: httpx.AsyncClient | None = None) -> FastAPI:
     """The application of the proxy. ``client`` replaces the connection pool (it is closed with the application)."""
@@ -325,12 +249,14 @@ def create_router_app(options: RouterOptions, client: httpx.AsyncClient | None =
     routes = {
         "POST /v1/completions": router.generate,
         "POST /v1/chat/completions": router.generate,
-        "GET /v1/models": router.models,
-        "GET /health": router.health,
-        "GET /metrics": router.metrics,
-        "GET /debug/memory": router.memory,
+        "GET /v1/models": router.fleet.models,
+        "GET /health": router.fleet.health,
+        "GET /metrics": router.fleet.metrics,
+        "GET /debug/memory": router.fleet.memory,
+        "GET /admin/instances": router.drains.instances,
+        "POST /admin/drain": router.drains.drain,
     }
-    return make_app("pdkv router", routes, router.close)
+    return make_app("pdkv router", routes, router.close, router.start)
 
 
 def run(options: RouterOptions) -> int:
