@@ -35,7 +35,9 @@ def state(engine: Engine) -> dict[str, Any]:
         },
         "free": pool.free_order().tolist(),
         "contents": [index.contents() for index in pool.indexes],
-        "accounts": (pool.ledger.as_dict(), pool.ledger.peaks_as_dict()),
+        "accounts": pool.ledger.as_dict(),
+        # what comes and goes within one step counts for single calls only
+        "peaks": pool.ledger.peaks_as_dict() if not any(kind.recycles for kind in manager.kinds) else None,
         "requests": {
             key: (r.status, r.tokens.tolist(), r.num_computed, r.placeholders, r.in_flight_tokens, r.last_step)
             for key, r in engine.requests.items()

@@ -17,7 +17,7 @@ from pdkv.core.blocks.kinds.base import Kind
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.blocks.tables import NULL_BLOCK, TableStore
 from pdkv.core.ledger import Account
-from pdkv.core.ports import BoolArray, Int64Array
+from pdkv.core.ports import BoolArray, Int32Array, Int64Array
 from pdkv.core.scheduler.request import Request
 
 
@@ -58,6 +58,20 @@ class Due:
         return np.flatnonzero((self.grow | self.drop | self.register).any(axis=1)).tolist()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Dropped:
+    """Entries of block tables that are needed no more: of request ``number[i]`` in ``group[i]``; arrays [m]."""
+
+    number: Int64Array
+    group: Int64Array
+    entry: Int64Array
+    blocks: Int32Array
+
+
+_NONE = np.empty(0, dtype=np.int64)
+NOTHING_DROPPED = Dropped(_NONE, _NONE, _NONE, np.empty(0, dtype=np.int32))
+
+
 class BulkGrowth:
     """Finds and serves the requests that a token more means something to; tables are rows of ``stores``, by group."""
 
@@ -76,14 +90,12 @@ class BulkGrowth:
         busy = due.numbers()
         if not busy:
             return len(step)
-        growing, dropping = due.grow.any(), due.drop.any()
-        one_by_one = not self._bulk or self._pool.events is not None or (growing and dropping)
-        if growing and not one_by_one:
-            fitting = self._take(step, due.grow)
-            if fitting < len(step):
-                return self.grow(step.first(fitting), single)
-        if one_by_one or (dropping and not self._drop(step, due.drop)):
+        dropped = self._dropped(step, due) if self._bulk and self._pool.events is None else None
+        if dropped is None:
             return next((at for at in busy if not single(step.requests[at])), len(step))
+        fitting = self._exchange(step, due.grow, dropped)
+        if fitting < len(step):
+            return self.grow(step.first(fitting), single)
         if due.register.any():
             self._register(step, due.register)
         return len(step)
@@ -111,40 +123,56 @@ class BulkGrowth:
         """``tokens`` down to where all groups have full blocks."""
         return tokens - tokens % self._unit if self._unit > 1 else tokens
 
-    def _take(self, step: Step, grow: BoolArray) -> int:
-        """One bulk pop, handed out by request and group. Where not all fit nothing: returns how many do."""
-        number, group = np.nonzero(grow)
-        if len(number) > self._pool.num_free:
-            return number.item(self._pool.num_free)
-        blocks = self._pool.take(len(number), Account.RUNNING)
-        for at, store in enumerate(self._stores):
-            mine = group == at
-            store.push(step.rows[number[mine]], blocks[mine])
-        return len(step)
-
-    def _drop(self, step: Step, drop: BoolArray) -> bool:
-        """The first block of each, given back in the order of single calls; False when that is not all there is."""
-        number, group = np.nonzero(drop)
-        entries = np.empty(len(number), dtype=np.int64)
+    def _dropped(self, step: Step, due: Due) -> Dropped | None:
+        """What the requests give back; ``None`` when it is more than a block each, or only single calls tell."""
+        number, group = np.nonzero(due.drop)
+        if not len(number):
+            return NOTHING_DROPPED
+        if self._pool.residency is not None:
+            return None  # draws by lot which of the blocks handed out it follows
+        entry = np.empty(len(number), dtype=np.int64)
         blocks = np.empty(len(number), dtype=np.int32)
         for at, (kind, store) in enumerate(zip(self._kinds, self._stores, strict=True)):
             mine = group == at
             row = step.rows[number[mine]]
-            entries[mine] = store.dropped[row]
+            entry[mine] = store.dropped[row]
             blocks[mine] = store.blocks[row, store.dropped[row]]
             if kind.may_drop(store, row, step.processed[number[mine]], step.prompt[number[mine]], ahead=1).any():
-                return False
+                return None
         held = blocks[blocks != NULL_BLOCK]
         if len(np.unique(held)) < len(held):
-            return False  # a block of two requests: free only once the second one lets it go
+            return None  # one block of two requests: free only once the second one lets it go
+        return Dropped(number, group, entry, blocks)
+
+    def _exchange(self, step: Step, grow: BoolArray, dropped: Dropped) -> int:
+        """Blocks given back and handed out. Returns how many requests fit; when not all do, nothing has been done.
+
+        In the order of single calls, a block without content that one request gives back goes to the next that needs
+        one, for it stands at the front of the free queue.
+        """
+        number, group = np.nonzero(grow)
+        held = dropped.blocks != NULL_BLOCK
+        givers, given = dropped.number[held], dropped.blocks[held]
+        reusable = self._pool.only_held_empty(given)
+        reused, left = pair_up(givers[reusable].tolist(), number.tolist())
+        fresh = reused < 0
+        short = int(fresh.sum()) - self._pool.num_free
+        if short > 0:
+            return number[fresh].item(-short)
         for at, store in enumerate(self._stores):
-            row, entry = step.rows[number[group == at]], entries[group == at]
+            row, entry = step.rows[dropped.number[dropped.group == at]], dropped.entry[dropped.group == at]
             store.blocks[row, entry] = NULL_BLOCK
             store.dropped[row] = entry + 1
-        hashed = self._pool.ledger.hashed(held)
-        self._pool.give_back(held[~hashed][::-1], Account.RUNNING)  # each goes to the front, before the one before
-        self._pool.give_back(held[hashed], Account.RUNNING)
-        return True
+        empty = given[reusable]
+        self._pool.give_back(given[~reusable], Account.RUNNING)
+        blocks = np.empty(len(number), dtype=np.int32)
+        blocks[~fresh] = empty[reused[~fresh]]
+        blocks[fresh] = self._pool.take(int(fresh.sum()), Account.RUNNING)
+        self._pool.give_back(empty[left][::-1], Account.RUNNING)  # each goes to the front, before the one before
+        for at, store in enumerate(self._stores):
+            mine = group == at
+            store.push(step.rows[number[mine]], blocks[mine])
+        return len(step)
 
     def _register(self, step: Step, register: BoolArray) -> None:
         """The block that each has filled."""
@@ -222,3 +250,22 @@ def spread(first: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Arra
     number = np.repeat(np.arange(len(counts)), counts)
     offset = np.arange(len(number)) - np.repeat(counts.cumsum() - counts, counts)
     return number, first[number] + offset
+
+
+def pair_up(givers: list[int], takers: list[int]) -> tuple[Int64Array, Int64Array]:
+    """Both lists ascend. For each taker the index of the last giver not behind it that nobody has taken, -1 for none.
+
+    And the indexes of the givers that are left, in order.
+    """
+    if not givers:
+        return np.full(len(takers), -1), _NONE
+    waiting: list[int] = []
+    taken: list[int] = []
+    at = 0
+    for taker in takers:
+        while at < len(givers) and givers[at] <= taker:
+            waiting.append(at)
+            at += 1
+        taken.append(waiting.pop() if waiting else -1)
+    left = [*waiting, *range(at, len(givers))]
+    return np.asarray(taken, dtype=np.int64), np.asarray(left, dtype=np.int64)

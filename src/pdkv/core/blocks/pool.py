@@ -13,7 +13,7 @@ from pdkv.core.blocks.prefix_index import PrefixIndex
 from pdkv.core.blocks.residency import Residency
 from pdkv.core.blocks.tables import NULL_BLOCK
 from pdkv.core.ledger import Account, Ledger
-from pdkv.core.ports import Int32Array
+from pdkv.core.ports import BoolArray, Int32Array
 
 
 class BlockPool:
@@ -168,6 +168,10 @@ class BlockPool:
     def give_up(self, block: int, account: Account) -> None:
         """One holder fewer of a block that others hold too (so it does not become free)."""
         self.ledger.release(np.asarray([block], dtype=np.int32), account)
+
+    def only_held_empty(self, blocks: Int32Array) -> BoolArray:
+        """bool[n]: which of ``blocks`` have one holder and no content: given back, they are the next to be handed out."""
+        return (self.ledger.holders(blocks) == 1) & ~self.ledger.hashed(blocks)
 
     def num_idle(self, blocks: Int32Array) -> int:
         """How many of ``blocks`` nobody holds: a hit on them takes free capacity."""
