@@ -335,7 +335,7 @@ class Engine:
             tokens[first : first + len(known)] = known
             if num_drafts[at]:
                 tokens[end - num_drafts[at] : end] = rows.drafts[at]
-        tables = tuple(self.manager.running_tables(rows.columns, group) for group in range(len(self.config.groups)))
+        tables = tuple(self.manager.growth.tables(rows.columns, group) for group in range(len(self.config.groups)))
         return Batch(
             request_ids=tuple(request.request_id for request in rows.requests),
             num_scheduled=rows.tokens.astype(np.int32),

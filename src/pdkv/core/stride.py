@@ -27,7 +27,7 @@ def quiet_steps(scheduler: Scheduler, manager: KVCacheManager, config: EngineCon
     steps = min(limit, running.fewest_tokens_left() - 1)
     if (scheduler.waiting or scheduler.holding) and count < config.max_num_seqs:
         steps = min(steps, _steps_blocked(running, scheduler.blocked_by, manager))
-    return manager.steps_with_room(running, steps) if steps > 0 else 0
+    return manager.growth.steps_with_room(running, steps) if steps > 0 else 0
 
 
 def _steps_blocked(running: Sequence[Request], head: Request | None, manager: KVCacheManager) -> int:

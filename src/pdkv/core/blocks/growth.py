@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdkv.core.blocks.groups import Granularity
+from pdkv.core.blocks.boundaries import Boundaries
+from pdkv.core.blocks.holders import Holder
 from pdkv.core.blocks.kinds.base import Kind
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.blocks.tables import NULL_BLOCK, TableStore
 from pdkv.core.ledger import Account
 from pdkv.core.ports import BoolArray, Int32Array, Int64Array
 from pdkv.core.scheduler.request import Request
+
+if TYPE_CHECKING:
+    from pdkv.core.scheduler.running import RunningSet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +40,20 @@ class Step:
     computed: Int64Array
     processed: Int64Array
     final: Int64Array
+
+    @classmethod
+    def of(cls, running: RunningSet, first: int, last: int) -> Step:
+        """The running requests number ``first:last``, before they are planned."""
+        rows, counters = running.columns[first:last], running.counters
+        computed = counters.num_computed[rows]
+        return cls(
+            requests=running[first:last],
+            rows=rows,
+            prompt=running.prompt[rows],
+            computed=computed,
+            processed=computed - counters.in_flight_tokens[rows],
+            final=np.minimum(computed + 1, counters.num_tokens[rows]),
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -72,17 +91,31 @@ _NONE = np.empty(0, dtype=np.int64)
 NOTHING_DROPPED = Dropped(_NONE, _NONE, _NONE, np.empty(0, dtype=np.int32))
 
 
-class BulkGrowth:
-    """Finds and serves the requests that a token more means something to; tables are rows of ``stores``, by group."""
+class RunningGrowth:
+    """The tables of running requests, in a store a group, and how they grow."""
 
-    def __init__(
-        self, pool: BlockPool, kinds: Sequence[Kind], stores: Sequence[TableStore], sizes: Granularity
-    ) -> None:
+    def __init__(self, pool: BlockPool, kinds: Sequence[Kind], boundaries: Boundaries) -> None:
         self._pool = pool
         self._kinds = kinds
-        self._stores = stores
-        self._unit = sizes.scheduler_tokens if len(kinds) > 1 and not sizes.fine_hits else 1
+        self._boundaries = boundaries
+        self._stores = [TableStore(0) for _ in kinds]
         self._bulk = all(kind.grows_in_bulk for kind in kinds)
+
+    def seat(self, holder: Holder, row: int) -> None:
+        """From now on the holder's tables are row ``row`` of the stores."""
+        for hold, store in zip(holder.groups, self._stores, strict=True):
+            hold.table.seat(store, row)
+
+    def unseat(self, holder: Holder) -> None:
+        """Its tables are its own again."""
+        for hold in holder.groups:
+            hold.table.unseat()
+
+    def tables(self, rows: Int64Array, group: int) -> Int32Array:
+        """int32[n, longest]: a copy of the tables of ``rows``, null beyond each one's end."""
+        return self._stores[group].padded(rows)
+
+    # ------------------------------------------------------------------------------------------------------ one token
 
     def grow(self, step: Step, single: Callable[[Request], bool]) -> int:
         """See `KVCacheManager.grow_by_one`; ``single`` serves one request and says whether it fits."""
@@ -109,19 +142,21 @@ class BulkGrowth:
             if kind.recycles:
                 drop[:, group] = kind.may_drop(store, step.rows, step.processed, step.prompt)
             if self._pool.enable_caching and kind.registers:
-                register[:, group] = self.unregistered(group, step.rows, step.final)
+                register[:, group] = self._unregistered(group, step.rows, step.final)
                 if kind.keeps_prompt_end:
-                    register[:, group] |= self._aligned(step.final) == kind.prompt_end(step.prompt)
+                    register[:, group] |= self._boundaries.last_end(step.final) == kind.prompt_end(step.prompt)
         return Due(grow, drop, register)
 
-    def unregistered(self, group: int, rows: Int64Array, final: Int64Array) -> BoolArray:
+    def _unregistered(self, group: int, rows: Int64Array, final: Int64Array) -> BoolArray:
         """bool[n]: who has full blocks below ``final`` tokens that registration is not through with."""
-        through: BoolArray = self._aligned(final) // self._kinds[group].block_size <= self._stores[group].hashed[rows]
-        return ~through
+        full = self._boundaries.last_end(final) // self._kinds[group].block_size
+        more: BoolArray = full > self._stores[group].hashed[rows]
+        return more
 
-    def _aligned(self, tokens: Int64Array) -> Int64Array:
-        """``tokens`` down to where all groups have full blocks."""
-        return tokens - tokens % self._unit if self._unit > 1 else tokens
+    def unregistered(self, rows: Int64Array, final: Int64Array) -> list[int]:
+        """For which of ``rows`` `KVCacheManager.cache_blocks` has something to do below ``final`` tokens."""
+        groups = [kind.group for kind in self._kinds if kind.registers]
+        return np.flatnonzero(sum(self._unregistered(group, rows, final) for group in groups)).tolist()
 
     def _dropped(self, step: Step, due: Due) -> Dropped | None:
         """What the requests give back; ``None`` when it is more than a block each, or only single calls tell."""
@@ -200,17 +235,20 @@ class BulkGrowth:
         missing: Int64Array = -(-beyond // kind.block_size)
         return missing
 
-    def steps_with_room(self, rows: Int64Array, computed: Int64Array, steps: int) -> int:
-        """See `KVCacheManager.steps_with_room`."""
+    def steps_with_room(self, running: RunningSet, steps: int) -> int:
+        """For how many steps, at most ``steps``, free blocks cover the growth of all, whatever comes back meanwhile."""
+        rows, groups = running.columns, range(len(self._kinds))
+        computed = running.counters.num_computed[rows]
         low, high = 0, steps
         while low < high:
             middle = (low + high + 1) // 2
-            demand = sum(int(self._missing(group, rows, computed + middle).sum()) for group in range(len(self._kinds)))
+            demand = sum(int(self._missing(group, rows, computed + middle).sum()) for group in groups)
             low, high = (middle, high) if demand <= self._pool.num_free else (low, middle - 1)
         return low
 
-    def stride(self, rows: Int64Array, computed: Int64Array, steps: int, requests: Sequence[Request]) -> None:
+    def stride(self, running: RunningSet, steps: int) -> None:
         """``steps`` tokens more for each, which are known: pops in the order (step, request, group)."""
+        rows, computed = running.columns, running.counters.num_computed[running.columns]
         wanted = []
         for group, (kind, store) in enumerate(zip(self._kinds, self._stores, strict=True)):
             number, entry = spread(store.lengths[rows], self._missing(group, rows, computed + steps))
@@ -225,7 +263,7 @@ class BulkGrowth:
             at += len(number)
         if self._pool.enable_caching:
             for group in range(len(self._kinds)):
-                self._register_runs(group, rows, computed, steps, requests)
+                self._register_runs(group, rows, computed, steps, running)
 
     def _register_runs(
         self, group: int, rows: Int64Array, computed: Int64Array, steps: int, requests: Sequence[Request]

@@ -170,8 +170,9 @@ class BlockPool:
         self.ledger.release(np.asarray([block], dtype=np.int32), account)
 
     def only_held_empty(self, blocks: Int32Array) -> BoolArray:
-        """bool[n]: which of ``blocks`` have one holder and no content: given back, they are the next to be handed out."""
-        return (self.ledger.holders(blocks) == 1) & ~self.ledger.hashed(blocks)
+        """bool[n]: which of ``blocks`` have one holder and no content: given back, they stand at the queue's head."""
+        alone: BoolArray = self.ledger.holders(blocks) == 1
+        return alone & ~self.ledger.hashed(blocks)
 
     def num_idle(self, blocks: Int32Array) -> int:
         """How many of ``blocks`` nobody holds: a hit on them takes free capacity."""

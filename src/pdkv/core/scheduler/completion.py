@@ -64,7 +64,7 @@ class Completion:
             requests[at].extend_hashes(self._hash_function)
         if self._asynchronous:
             final = counters.num_computed[columns] - counters.placeholders[columns]
-            for at in self._manager.unregistered(columns, final).tolist():
+            for at in self._manager.growth.unregistered(columns, final):
                 self._manager.cache_blocks(requests[at], int(final[at]))
 
     def _tell(self, requests: Sequence[Request], columns: Columns, tokens: Int32Array) -> None:
