@@ -92,10 +92,11 @@ class HashChain(Sequence[bytes]):
     def __getitem__(self, index: int | slice) -> bytes | HashChain:
         if isinstance(index, slice):
             return self if self._digests is None else HashChain(self._digests[: self._len][index])
-        at = index if index >= 0 else self._len + index
-        if self._digests is None or not 0 <= at < self._len:
+        if index < 0:
+            index += self._len
+        if self._digests is None or not 0 <= index < self._len:
             raise IndexError(f"hash {index} of {self._len}")
-        digest: bytes = self._digests.item(at)
+        digest: bytes = self._digests.item(index)
         return digest
 
     def extend(self, digests: Sequence[bytes]) -> None:

@@ -46,6 +46,7 @@ class _Run:
     digest_bytes: int
     digests: bytearray
     layers: dict[int, _Layer] = field(default_factory=dict)  # by number, which is the order of insertion
+    open_place: int = 0  # of the last block of the last layer, if no content of the run goes beyond it
     dead: int = 0  # entries, those of layers that are gone included, that belong to no block any more
 
     def __len__(self) -> int:
@@ -82,11 +83,6 @@ class _Layer:
     def end(self) -> int:
         """The position in the run behind its last block."""
         return self.start + len(self.blocks)
-
-    def ends_run(self, position: int) -> bool:
-        """Whether this is the last layer, ``position`` its last block, and no content of the run goes beyond it."""
-        run, count = self.run, len(self.blocks)
-        return position == count - 1 and next(reversed(run.layers)) == self.number and self.start + count == len(run)
 
 
 class RunPrefixIndex:
@@ -192,12 +188,12 @@ class RunPrefixIndex:
             place = self._single[last]
             layer = self._layers[place >> _SHIFT] if place else None
             key = hashes[entry]
-            if layer is not None and layer.ends_run(place & _POSITION) and key not in self._heads:
+            if layer is not None and layer.run.open_place == place and key not in self._heads:
                 assert not self._single[block], f"block {block} already carries a hash"
                 layer.run.digests += key  # new content at the end of a run: nothing else can stand there
                 layer.blocks.append(block)
                 layer.alive += 1
-                self._single[block] = place + 1
+                layer.run.open_place = self._single[block] = place + 1
             else:
                 self.insert(hashes, entry, np.asarray([block], dtype=np.int32), last)
 
@@ -244,6 +240,8 @@ class RunPrefixIndex:
         else:
             layer.blocks.frombytes(blocks.tobytes())
             self._place[blocks] = np.arange(place, place + len(blocks))
+        at_end = layer.end == len(run) and next(reversed(run.layers)) == layer.number
+        run.open_place = place + len(blocks) - 1 if at_end else 0
 
     @staticmethod
     def _covered_behind(layer: _Layer, position: int) -> bool:
@@ -337,6 +335,10 @@ class RunPrefixIndex:
         for head, run in self._heads.items():
             assert run.digest(0) == head, "run index: a run stands under another hash than its first"
             assert run.layers, "run index: a run that no block holds"
+            last = run.layers[next(reversed(run.layers))]
+            end = (last.number << _SHIFT) + len(last.blocks) - 1 if last.end == len(run) else 0
+            stale = run.open_place >> _SHIFT not in run.layers  # no block stands there any more
+            assert stale or run.open_place == end, "run index: the end of a run"
             for layer in run.layers.values():
                 assert layer.alive == np.count_nonzero(self._entries(layer, len(run))[1]), "run index: blocks left"
                 assert layer.alive > 0, "run index: a layer of which nothing is left"

@@ -10,6 +10,8 @@ from pdkv.core.ports import Int32Array, Int64Array
 #: Stands in a table where no block is needed (any more): never handed out, never freed.
 NULL_BLOCK = 0
 
+_EMPTY_TABLE = (0, 0, 0, -1)  # its length, how much of it is hashed and dropped, its last state
+
 
 class TableStore:
     """Tables of one group as the rows of an array that grows, with the numbers that belong to each.
@@ -20,14 +22,20 @@ class TableStore:
     these arrays, and everything about one of them goes through its `BlockTable`: there is no second copy.
     """
 
-    __slots__ = ("blocks", "dropped", "hashed", "last_state", "lengths")
+    __slots__ = ("_numbers", "blocks", "dropped", "hashed", "last_state", "lengths")
+    lengths: Int64Array
+    hashed: Int64Array
+    dropped: Int64Array
+    last_state: Int64Array
 
     def __init__(self, rows: int = 1) -> None:
         self.blocks: Int32Array = np.zeros((rows, 8), dtype=np.int32)
-        self.lengths: Int64Array = np.zeros(rows, dtype=np.int64)
-        self.hashed: Int64Array = np.zeros(rows, dtype=np.int64)
-        self.dropped: Int64Array = np.zeros(rows, dtype=np.int64)
-        self.last_state: Int64Array = np.full(rows, -1, dtype=np.int64)
+        self._name(np.zeros((4, rows), dtype=np.int64))
+        self.last_state[:] = -1
+
+    def _name(self, numbers: Int64Array) -> None:
+        self._numbers = numbers  # a column a table: those of one table are moved as a whole
+        self.lengths, self.hashed, self.dropped, self.last_state = numbers
 
     def reserve(self, rows: int, width: int) -> None:
         """Room for ``rows`` tables of ``width`` entries; what is grown is at least doubled."""
@@ -38,11 +46,9 @@ class TableStore:
             grown[:have, :wide] = self.blocks
             self.blocks = grown
         if rows > have:
-            more = rows - have
-            self.lengths = np.append(self.lengths, np.zeros(more, dtype=np.int64))
-            self.hashed = np.append(self.hashed, np.zeros(more, dtype=np.int64))
-            self.dropped = np.append(self.dropped, np.zeros(more, dtype=np.int64))
-            self.last_state = np.append(self.last_state, np.full(more, -1, dtype=np.int64))
+            more = TableStore(rows)._numbers
+            more[:, :have] = self._numbers
+            self._name(more)
 
     def push(self, rows: npt.NDArray[np.intp], blocks: Int32Array) -> None:
         """Append ``blocks[i]`` to the table of ``rows[i]``; no row stands twice."""
@@ -63,10 +69,8 @@ class TableStore:
         target.reserve(to + 1, length)
         target.blocks[to, :length] = self.blocks[row, :length]
         self.blocks[row, :length] = NULL_BLOCK
-        target.lengths[to], self.lengths[row] = length, 0
-        target.hashed[to], self.hashed[row] = self.hashed[row], 0
-        target.dropped[to], self.dropped[row] = self.dropped[row], 0
-        target.last_state[to], self.last_state[row] = self.last_state[row], -1
+        target._numbers[:, to] = self._numbers[:, row]
+        self._numbers[:, row] = _EMPTY_TABLE
 
     def padded(self, rows: npt.NDArray[np.intp]) -> Int32Array:
         """int32[n, longest]: a copy of these tables, 0 beyond each one's length."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from pdkv.core.scheduler.request import Request
@@ -20,28 +21,28 @@ class Counters:
     """
 
     FIELDS = ("num_tokens", "last_token", "num_computed", "placeholders", "in_flight_tokens", "last_step")
-    __slots__ = FIELDS
+    __slots__ = (*FIELDS, "_table")
 
     def __init__(self, columns: int = 1) -> None:
-        self.num_tokens = np.zeros(columns, dtype=np.int64)
-        self.last_token = np.zeros(columns, dtype=np.int64)
-        self.num_computed = np.zeros(columns, dtype=np.int64)
-        self.placeholders = np.zeros(columns, dtype=np.int64)
-        self.in_flight_tokens = np.zeros(columns, dtype=np.int64)
-        self.last_step = np.full(columns, -1, dtype=np.int64)
+        self._name(np.zeros((len(self.FIELDS), columns), dtype=np.int64))
+        self.last_step[:] = -1
+
+    def _name(self, table: npt.NDArray[np.int64]) -> None:
+        self._table = table  # a row a field: a column is moved as a whole
+        (
+            self.num_tokens, self.last_token, self.num_computed, self.placeholders, self.in_flight_tokens,
+            self.last_step,
+        ) = table  # fmt: skip
 
     def grow(self, columns: int) -> None:
         """More columns; those there are stay."""
-        wider = Counters(columns)
-        for name in self.FIELDS:
-            mine = getattr(self, name)
-            getattr(wider, name)[: len(mine)] = mine
-            setattr(self, name, getattr(wider, name))
+        wider = Counters(columns)._table
+        wider[:, : self._table.shape[1]] = self._table
+        self._name(wider)
 
     def copy_column(self, column: int, target: Counters, to: int) -> None:
         """Column ``to`` of ``target`` becomes what ``column`` is here."""
-        for name in self.FIELDS:
-            getattr(target, name)[to] = getattr(self, name)[column]
+        target._table[:, to] = self._table[:, column]
 
 
 class Counter:

@@ -93,7 +93,7 @@ class RunningSet(Sequence[Request]):
         request.move_counters(self.counters, column)
         self._manager.seat(request.request_id, column)
         self._requests.append(request)
-        self.columns = np.append(self.columns, column)
+        self.columns = np.concatenate((self.columns, (column,)))
         self.sequence[column] = request.sequence
         self.prompt[column] = request.num_prompt
         self.end[column] = request.end_tokens(self._manager.max_request_tokens)
@@ -104,12 +104,14 @@ class RunningSet(Sequence[Request]):
         """``request`` runs no longer. Its column may be another's from now on."""
         at, column = self._requests.index(request), request.column
         del self._requests[at]
-        self.columns = np.delete(self.columns, at)
+        self.columns = np.concatenate((self.columns[:at], self.columns[at + 1 :]))
         request.move_counters(Counters(), 0)
         self._manager.unseat(request.request_id)
         self.sequence[column], self.scheduled[column] = -1, 0
-        self._stops.subtract(request.new.stop_token_ids)
-        self._stops += Multiset()  # drops those that nobody has any more
+        for token in request.new.stop_token_ids:
+            self._stops[token] -= 1
+            if not self._stops[token]:
+                del self._stops[token]
         self._vacant.append(column)
 
     def _grow(self) -> None:
