@@ -83,12 +83,12 @@ def test_equals_a_recount(operations: list[tuple[str, int, Account]]) -> None:
 def test_states_that_no_block_is_in_are_forgotten() -> None:
     """Owners come and go in ever new combinations; what is known of them does not grow for ever."""
     ledger, block, other = Ledger(3), np.asarray([1], dtype=np.int32), np.asarray([2], dtype=np.int32)
-    ledger._most_states = 8
+    ledger._most_states = 12
     ledger.hold(other, Account.LOADING)
     for account in HELD:
         for _ in range(10):
             ledger.hold(block, account)
-        assert len(ledger._states) <= 9
+        assert len(ledger._states) <= 13
         ledger.check()
     assert ledger.holders(np.asarray([0, 1, 2])).tolist() == [0, 10 * len(HELD), 1]
     for account in HELD:

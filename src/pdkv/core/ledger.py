@@ -74,11 +74,12 @@ class BlockState:
         return BlockState(tuple(holds), self.hashed if change.hashed is None else change.hashed)
 
 
-_FREE = BlockState((0,) * len(Account), hashed=False)
+_NOBODY = (0,) * len(Account)
 _NULL = BlockState(tuple(int(account is Account.NULL) for account in Account), hashed=False)
+_FIRST_STATES = [BlockState(_NOBODY, hashed=False), BlockState(_NOBODY, hashed=True), _NULL]
+_FREE_NUMBER, _CACHED_NUMBER, _NULL_NUMBER = 0, 1, 2
 
 _HOLD = [Change(target=account) for account in Account]
-_CLAIM = [Change(target=account, hashed=False) for account in Account]
 _RELEASE = [Change(source=account) for account in Account]
 _HASHED = [Change(hashed=False), Change(hashed=True)]
 
@@ -99,8 +100,8 @@ class Ledger:
         self._number: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)  # of the state each block is in
         self._single = self._number.data  # the same memory: for one block this is faster than numpy
         self._most_states = _MOST_STATES
-        self._name_states([_FREE, _NULL])
-        self._number[0] = 1
+        self._name_states(_FIRST_STATES.copy())
+        self._number[0] = _NULL_NUMBER
         self.counts = [0] * len(Account)
         self.counts[Account.FREE], self.counts[Account.NULL] = num_blocks - 1, 1
         self.peaks = self.counts.copy()
@@ -112,9 +113,18 @@ class Ledger:
         self._change(blocks, _HOLD[account])
 
     def claim(self, blocks: Int32Array, account: Account) -> Int32Array:
-        """The first owner of ``blocks``, whose content is given up; returns those whose content could be hit so far."""
-        parts, steps = self._change(blocks, _CLAIM[account])
-        return parts.where([step.was_hashed for step in steps])
+        """The first owner of ``blocks``, whose content is given up; returns those whose content could be hit so far.
+
+        Raises ``AssertionError`` if somebody holds any of them (our own bug).
+        """
+        numbers = self._number.take(blocks)  # free blocks are in one of two states, and all come into the same one
+        hashed = numbers == _CACHED_NUMBER
+        num_hashed = int(np.count_nonzero(hashed))
+        assert np.count_nonzero(numbers) == num_hashed, "claim of blocks that somebody holds"
+        self._number[blocks] = self._step(_FREE_NUMBER, _HOLD[account]).after
+        self._count(Account.FREE, account, len(blocks) - num_hashed)
+        self._count(Account.CACHED, account, num_hashed)
+        return blocks if num_hashed == len(blocks) else blocks[hashed] if num_hashed else _EMPTY
 
     def release(self, blocks: Int32Array, account: Account) -> tuple[Int32Array, Int32Array]:
         """One owner fewer; returns those that nobody holds any more: the ones without content, the ones with.
@@ -140,19 +150,21 @@ class Ledger:
         """Put ``blocks`` into the states that ``change`` leads to; returns them by state before, with their steps."""
         if len(self._states) > self._most_states:
             self._drop_unused_states()
-        parts, known, counts = self._parts(blocks), self._steps[change], self.counts
-        steps = [known[number] if number in known else self._step(number, change) for number in parts.numbers]
+        parts = self._parts(blocks)
+        steps = [self._step(number, change) for number in parts.numbers]
         for step, some in zip(steps, parts.blocks, strict=True):
             if len(some) == 1:
                 self._single[some.item()] = step.after
             else:
                 self._number[some] = step.after
-            counts[step.leaves] -= len(some)
-            counts[step.enters] += len(some)
-        for step in steps:
-            if counts[step.enters] > self.peaks[step.enters]:
-                self.peaks[step.enters] = counts[step.enters]
+            self._count(step.leaves, step.enters, len(some))
         return parts, steps
+
+    def _count(self, leaves: Account, enters: Account, amount: int) -> None:
+        self.counts[leaves] -= amount
+        self.counts[enters] += amount
+        if self.counts[enters] > self.peaks[enters]:
+            self.peaks[enters] = self.counts[enters]
 
     def _parts(self, blocks: Int32Array) -> _Parts:
         """``blocks`` by the states they are in."""
@@ -183,16 +195,20 @@ class Ledger:
 
     def _step(self, number: int, change: Change) -> _Step:
         """Where ``change`` leads to from the state that has ``number``."""
-        before = self._states[number]
-        state = before.after(change)
-        after = self._numbers.setdefault(state, len(self._states))
-        if after == len(self._states):
-            self._states.append(state)
-        step = self._steps[change][number] = _Step(after, before.account, state.account, before.hashed)
+        step = self._steps[change].get(number)
+        if step is None:
+            before = self._states[number]
+            state = before.after(change)
+            after = self._numbers.setdefault(state, len(self._states))
+            if after == len(self._states):
+                self._states.append(state)
+            step = self._steps[change][number] = _Step(after, before.account, state.account, before.hashed)
         return step
 
     def _drop_unused_states(self) -> None:
-        used = np.flatnonzero(np.bincount(self._number))
+        amounts = np.bincount(self._number, minlength=len(self._states))
+        amounts[: len(_FIRST_STATES)] = 1  # these keep their numbers
+        used = np.flatnonzero(amounts)
         renumbered = np.zeros(len(self._states), dtype=np.int32)
         renumbered[used] = np.arange(len(used))
         self._number[:] = renumbered[self._number]

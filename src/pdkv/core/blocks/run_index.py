@@ -26,7 +26,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from itertools import takewhile
 
 import numpy as np
 
@@ -100,7 +100,7 @@ class RunPrefixIndex:
         self._place[:] = 0
         self._partial.clear()
         self._heads: dict[bytes, _Run] = {}  # by first hash
-        self._depths: Counter[int] = Counter()  # how many runs begin there
+        self._depths: dict[int, int] = {}  # how many runs begin there
         self._layers: dict[int, _Layer] = {}
         self._last_number = 0
         self._dead = 0  # over all runs
@@ -216,13 +216,15 @@ class RunPrefixIndex:
 
     def _new_until(self, hashes: HashChain, at: int, end: int) -> int:
         """Up to where ``hashes[at:end]``, of which the first is new, are new: to the first hash of another run."""
+        if end - at == 1:
+            return end
         places = self._depths if len(self._depths) < end - at else range(at + 1, end)
         return min((place for place in places if at < place < end and hashes[place] in self._heads), default=end)
 
     def _enter(self, run: _Run) -> _Run:
         """From now on ``run``, which has its first hash, can be found."""
         self._heads[run.digest(0)] = run
-        self._depths[run.depth] += 1
+        self._depths[run.depth] = self._depths.get(run.depth, 0) + 1
         return run
 
     def _put(self, run: _Run, position: int, blocks: Int32Array, layer: _Layer | None) -> None:
@@ -265,9 +267,10 @@ class RunPrefixIndex:
         else:  # a request's blocks come one after the other, in few stretches
             numbers = self._place.take(blocks) >> _SHIFT
             self._place[blocks] = 0
-            cuts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(blocks)]
-            for first, end in pairwise(cuts):
-                self._lose(numbers.item(first), end - first)
+            first = 0
+            for last in (*np.flatnonzero(numbers[1:] != numbers[:-1]).tolist(), len(blocks) - 1):
+                self._lose(numbers.item(first), last + 1 - first)
+                first = last + 1
         if self._dead > self._most_dead:
             for run in [run for run in self._heads.values() if run.dead]:
                 self._rebuild(run)
