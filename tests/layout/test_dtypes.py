@@ -178,7 +178,7 @@ def test_the_backend_that_is_taken(config: dict[str, object], value: str, backen
     ("names", "size"),
     [
         (["FLASH_ATTN"], 16),
-        (["CPU_ATTN"], 32),
+        (["CPU_ATTN"], 128),
         (["FLASHMLA"], 64),
         (["CUTLASS_MLA"], 128),
         (["FLASHINFER_MLA"], 32),

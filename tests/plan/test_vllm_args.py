@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from pdkv.errors import ConfigError
 from pdkv.plan.command_text import read_command
 from pdkv.plan.options import PlanOptions
+from pdkv.plan.planner import make_plan
 from pdkv.plan.vllm_args import ServeCommand, parse_command
 from pdkv.plan.vllm_flags import find_flag, flags
 from pdkv.plan.vllm_values import USED_FLAGS
+from pdkv.source import find_spec
 
 NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_consumer"}'
 
@@ -121,6 +123,24 @@ def test_values_are_read_as_vllm_reads_them() -> None:
     }
     assert "HF_HOME" in command.irrelevant
     assert command.warnings == ()
+
+
+def test_a_command_for_a_cpu() -> None:
+    """As a real vLLM 0.32 on a CPU sized it: 182 blocks of 128 tokens, seen by `pdkv verify`."""
+    command = parse_command("VLLM_CPU_KVCACHE_SPACE=1 vllm serve smollm2 --dtype float32 --max-model-len 4096")
+    assert changed(command) == {
+        "kv_cache_memory_bytes": 1 << 30,
+        "attention_backend": "CPU_ATTN",
+        "async_scheduling": False,
+        "dtype": "float32",
+        "max_model_len": 4096,
+    }
+    report = make_plan(find_spec("smollm2"), command.options)
+    assert (report.capacity.num_blocks, report.kv.block_size, report.capacity.kv_cache_size_tokens) == (
+        182,
+        128,
+        23_296,
+    )
 
 
 def test_json_flags_whole_and_by_parts() -> None:

@@ -99,7 +99,7 @@ _ALL = (
         packs=_PER_TOKEN_HEAD,
     ),
     Backend("FLEX_ATTENTION", _SIXTEEN_BIT, multiples=(16,), layouts=(KvLayout.LBNHC,)),
-    Backend("CPU_ATTN", ("auto", *_FP8, "fp8_e5m2"), multiples=(32,), layouts=(KvLayout.LBHNC,)),
+    Backend("CPU_ATTN", ("auto", *_FP8, "fp8_e5m2"), multiples=(32,), preferred=128, layouts=(KvLayout.LBHNC,)),
     Backend("TURBOQUANT", _TURBOQUANT, fixed=(16, 32, 64, 128), packs=_TURBOQUANT, layouts=(KvLayout.LBNHC,)),
     Backend(
         "ULTRAQUANT",

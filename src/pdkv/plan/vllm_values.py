@@ -206,8 +206,11 @@ def _switch(text: str) -> bool:
 
 
 def _cpu_space(given: Given, text: str) -> None:
+    """On a CPU, where vLLM has one attention backend for K and V and no step in flight beside the present one."""
     if text.strip() not in ("", "0"):
         given.options["kv_cache_memory_bytes"] = integer("VLLM_CPU_KVCACHE_SPACE", text) * GIB
+        given.options["attention_backend"] = "CPU_ATTN"
+        given.options["async_scheduling"] = False
 
 
 def _backend(given: Given, text: str) -> None:
