@@ -66,6 +66,13 @@ def test_a_source_that_does_not_match_the_prompt(change: dict[str, Any]) -> None
     [
         ({"num_blocks": 0}, "num_blocks is 0"),
         ({"block_size": 0}, "block_size is 0"),
+        ({"num_blocks": -5}, "num_blocks is -5; it must be at least 1"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
+        ({"max_outstanding_plans": 0}, "max_outstanding_plans is 0"),
+        ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold is -1; it must be at least 0"),
+        ({"lease_ns": 0}, "lease_ns is 0"),
+        ({"prefix_match_unit": 2}, "one hash covers 2 tokens, but hits of a single group end .* blocks of 4"),
+        ({"prefix_match_unit": 0}, "one hash covers 0 tokens"),
         ({"max_num_seqs": 64}, r"max_num_batched_tokens \(32\) is smaller than max_num_seqs \(64\)"),
         ({"enable_chunked_prefill": False}, "without chunked prefill"),
         ({"watermark": 1.0}, "watermark is 1.0"),

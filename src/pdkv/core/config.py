@@ -48,6 +48,20 @@ VLLM = TransferPolicy(
 TRANSFER_POLICIES = {policy.name: policy for policy in (STRICT, VLLM)}
 
 
+_LEAST = {
+    "num_blocks": 1,
+    "block_size": 1,
+    "max_model_len": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_outstanding_plans": 1,
+    "long_prefill_token_threshold": 0,
+    "kv_load_timeout_ns": 1,
+    "fence_timeout_ns": 1,
+    "lease_ns": 1,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One instance's memory and scheduling. Durations are integer nanoseconds; defaults are vLLM's where it has one.
@@ -84,9 +98,9 @@ class EngineConfig:
     max_leased_fraction: float = 0.8
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if not self.groups:
             object.__setattr__(self, "groups", (FullGroup(block_size=self.block_size),))
         caching, interval = self.enable_prefix_caching, self.prefix_cache_retention_interval

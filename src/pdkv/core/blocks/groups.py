@@ -130,6 +130,11 @@ def granularity(groups: tuple[Group, ...], *, hash_tokens: int | None, enable_ca
     states = [group for group in groups if isinstance(group, StateGroup)]
     if not enable_caching or any(not state.aligned for state in states):
         return Granularity(scheduler, scheduler if hash_tokens is None else hash_tokens, scheduler)
+    if len(groups) == 1 and hash_tokens not in (None, sizes[0]):
+        raise ConfigError(
+            f"one hash covers {hash_tokens} tokens, but hits of a single group end where its blocks of {sizes[0]} do. "
+            "Leave the prefix match unit out"
+        )
     hashed = [group.block_size for group in groups if is_cacheable(group)] or sizes
     unit = math.gcd(*hashed) if hash_tokens is None else hash_tokens
     if unit < 1 or any(size % unit for size in hashed):
