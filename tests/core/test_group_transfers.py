@@ -88,7 +88,7 @@ def prefill(side: Side, new: NewRequest, now: int) -> Grant | None:
         new, request_id=f"p-{new.request_id}", max_tokens=1, stop_token_ids=frozenset(), produce=True
     )
     if side.engine.manager.leaves_last_token and len(leg.prompt) > 1:
-        side.cache.known[leg.request_id] = leg.prompt[:-1].tolist()
+        side.cache.add(dataclasses.replace(leg, prompt=leg.prompt[:-1]))
     inbox: list[InboxItem] = [leg]
     while True:
         start = len(side.events)
