@@ -100,6 +100,12 @@ def test_rope_scaling_lengthens_the_context_as_in_vllm(rope: dict[str, Any], exp
     assert read(rope_parameters=rope).max_model_len == expected
 
 
+def test_a_context_length_of_its_own_holds_whatever_the_others_say() -> None:
+    """Command R states 8,192 positions and a model_max_length of 131,072, which vLLM serves."""
+    assert read(max_position_embeddings=8192, model_max_length=131072).max_model_len == 131072
+    assert read(max_position_embeddings=8192, seq_length=4096, model_max_length=None).max_model_len == 4096
+
+
 def test_longrope_is_served_at_its_original_length() -> None:
     spec = read(
         max_position_embeddings=131072, original_max_position_embeddings=4096, rope_scaling={"type": "longrope"}

@@ -17,18 +17,19 @@ HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 # In vLLM's order (model_arch_config_convertor.py, get_total_num_kv_heads).
 KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
 HIDDEN = ("hidden_size", "n_embd", "d_model")
-# vLLM takes the smallest of those that a config has (config/model.py, derived_max_model_len_and_key).
+# vLLM takes the smallest of those that a config has, but model_max_length whatever the others say (Command R;
+# transformers_utils/model_arch_config_convertor.py, derive_max_model_len_and_key).
 _CONTEXT = (
     "max_position_embeddings",
     "n_positions",
     "max_seq_len",
     "seq_length",
-    "model_max_length",
     "max_target_positions",
     "max_sequence_length",
     "max_seq_length",
     "seq_len",
 )
+_OWN_CONTEXT = "model_max_length"
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
 # Rope types whose max_position_embeddings is the scaled length already; every other type multiplies by its factor.
 _SCALED_ALREADY = (None, "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
@@ -104,8 +105,9 @@ def served_context(text: Config) -> int | None:
 
 
 def max_context(text: Config, *, name: str) -> int:
-    """Longest context in tokens: the smallest length field, times the rope factor where vLLM multiplies it."""
-    lengths = [int(text[key]) for key in _CONTEXT if isinstance(text.get(key), int) and text[key] > 0]
+    """Longest context in tokens: its own field or the smallest of the others, times the rope factor as in vLLM."""
+    keys = (_OWN_CONTEXT,) if text.get(_OWN_CONTEXT) else _CONTEXT
+    lengths = [int(text[key]) for key in keys if isinstance(text.get(key), int) and text[key] > 0]
     if not lengths:
         raise ConfigError(f"{name}: the config has no context length (looked for {', '.join(_CONTEXT[:4])}, ...)")
     factor: float = 1.0
