@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +15,26 @@ from tests.explain.models import gemma_12b, llama_3b, llama_8b
 from tests.logs import samples
 
 from pdkv.errors import ConfigError
+from pdkv.explain.compare import compare
 from pdkv.explain.report import Explanation, Finding, Severity
 from pdkv.explain.sources import Directory, explain_log, explain_sources
+from pdkv.explain.start import read_start
 from pdkv.explain.startup import explain_start
 from pdkv.logs.parser import read_startup_log
 from pdkv.models.spec import ModelSpec
 from pdkv.units import GIB
+
+SAMPLES = {
+    **{name: text for name, text in vars(samples).items() if name.isupper()},
+    "SHARED": samples.V1_0_7
+    + "ValueError: Free memory on device cuda:1 (60.87/79.19 GiB) on startup is less than desired GPU memory utilization "
+    "(0.95, 75.23 GiB). Decrease GPU memory utilization\n",
+    "SAMPLER": samples.V1_0_32
+    + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 786.00 MiB. GPU 1 has a total capacity of 79.19 GiB "
+    "of which 298.50 MiB is free. Including non-PyTorch memory, this process has 78.89 GiB memory in use.\n"
+    "RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy requests.\n",
+}
+"""Logs by name, those of failures that only GPUs have included."""
 
 
 def explained(text: str, spec: ModelSpec | None = None) -> Explanation:
@@ -302,3 +318,56 @@ def test_markup_in_a_log_is_text(tmp_path: Path) -> None:
         [sys.executable, "-m", "pdkv", "explain", str(path)], capture_output=True, text=True, check=True
     )
     assert "[red]x[/y]" in done.stdout
+
+
+HOSTILE = (
+    "0",
+    "0.000000000",
+    "-1",
+    "-0.01",
+    "1",
+    "999999999",
+    "999999999999999999",
+    "0.5",
+    "12.345678901",
+    "16",
+    "8192",
+)
+
+
+@pytest.mark.parametrize(
+    "sample", ["V0_6_TOO_LONG", "V0_8_TP", "V1_0_32", "V1_0_32_CPU", "TOO_LONG", "SHARED", "SAMPLER"]
+)
+@pytest.mark.parametrize("spec", [None, gemma_12b()], ids=["unknown", "gemma"])
+def test_numbers_that_make_no_sense_are_explained_or_refused(sample: str, spec: ModelSpec | None) -> None:
+    """Any number of a log replaced by one that cannot be: no division by nothing, no endless search, no traceback."""
+    draw = random.Random(7)
+    pieces = re.split(r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?![\w])", SAMPLES[sample])
+    for _ in range(40):
+        changed = [
+            draw.choice(HOSTILE) if index % 2 and draw.random() < 0.25 else piece for index, piece in enumerate(pieces)
+        ]
+        try:
+            answer = explained("".join(changed), spec)
+        except ConfigError:
+            continue
+        json.dumps(answer.observed)
+
+
+def test_two_starts_with_numbers_that_make_no_sense_are_compared() -> None:
+    draw = random.Random(11)
+    pieces = re.split(r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?![\w])", SAMPLES["V1_0_32"])
+    for _ in range(30):
+        changed = "".join(
+            draw.choice(HOSTILE) if index % 2 and draw.random() < 0.25 else piece for index, piece in enumerate(pieces)
+        )
+        try:
+            starts = [
+                read_start("log", read_startup_log(io.BytesIO(log.encode())), gemma_12b())
+                for log in (SAMPLES["V1_0_32"], changed)
+            ]
+        except ConfigError:
+            continue
+        change = compare(*starts).difference
+        if change.kv_bytes is not None:
+            assert sum(cause.bytes or 0 for cause in change.memory) == change.kv_bytes

@@ -12,6 +12,7 @@ from pdkv.explain.start import Start
 from pdkv.layout.capacity import Capacity
 from pdkv.layout.draft import WITHOUT_DRAFT_MODEL, is_part_of_model
 from pdkv.layout.specs import FULL_LIKE, WINDOWED, AttentionCache
+from pdkv.logs.startup import EngineLog
 from pdkv.models.spec import LayerKind
 from pdkv.units import cdiv, format_bytes
 
@@ -68,13 +69,18 @@ def _agreement(start: Start, verdict: Verdict) -> list[Finding]:
         Finding(
             id="printed-capacity-differs",
             severity=Severity.WARNING,
-            text=f"the log prints {engine.kv_cache_size_tokens or engine.num_blocks:,} "
-            f"{'tokens' if engine.kv_cache_size_tokens else 'blocks'} at {engine.concurrency_text or '?'}x, and vLLM "
+            text=f"the log prints {_printed(engine)} at {engine.concurrency_text or '?'}x, and vLLM "
             f"{sizing.rules.version} gives {expected.kv_cache_size_tokens:,} tokens, {expected.num_blocks:,} blocks "
             f"and {expected.max_concurrency:.2f}x for {sizing.spec.name}: another model, a setting "
             f"that the log does not show, or a changed build{_draft_note(start)}",
         )
     ]
+
+
+def _printed(engine: EngineLog) -> str:
+    if engine.kv_cache_size_tokens is not None:
+        return f"{engine.kv_cache_size_tokens:,} tokens"
+    return f"{engine.num_blocks:,} blocks"
 
 
 def _draft_note(start: Start) -> str:

@@ -34,11 +34,16 @@ def _change(text: str, effect: str, *, count: int | None = None) -> Finding:
     return Finding(id="smallest-change", severity=Severity.ERROR, text=text, effect=effect, bytes=count)
 
 
+def _positive(size: Printed | None) -> Printed | None:
+    """``size`` where something can be a share of it; a broken log may say that a device has no memory."""
+    return size if size is not None and size.low_bytes > 0 else None
+
+
 def _device_shared(start: Start, failure: Failure) -> list[Finding]:
     free, total, requested = failure.memory("free"), failure.memory("total"), failure.memory("requested")
-    assert free is not None
-    assert total is not None
-    assert requested is not None
+    total = _positive(total)
+    if free is None or total is None or requested is None:
+        return [_why(failure, failure.text)]
     index = failure.count("device")
     where = "the GPU" if index is None else f"GPU {index}"
     others = [rank.free_at_start for rank in start.log.ranks if rank.free_at_start is not None]
@@ -93,7 +98,7 @@ def _ways_to_fit(start: Start, failure: Failure, needed: Printed, available: Pri
     """In the order of what they cost: more of the device that is free anyway, 8 bits, a shorter request."""
     ways = []
     short = needed.high_bytes - available.low_bytes
-    rank = next((rank for rank in start.log.ranks if rank.total is not None), None)
+    rank = next((rank for rank in start.log.ranks if _positive(rank.total)), None)
     utilization = start.log.settings.gpu_memory_utilization
     if rank is not None and rank.total is not None and utilization is not None:
         share = math.ceil((utilization + short / rank.total.low_bytes) * 1000) / 1000
@@ -147,7 +152,7 @@ def _no_memory(start: Start, failure: Failure) -> list[Finding]:
     found = [_why(failure, f"nothing is left for KV after weights and activations{spent}", count=short or None)]
     utilization = start.log.settings.gpu_memory_utilization
     need = short + (0 if start.verdict is None else start.verdict.sizing.capacity(1).needed_bytes)
-    if rank is not None and rank.total is not None and utilization is not None:
+    if rank is not None and rank.total is not None and _positive(rank.total) and utilization is not None:
         share = math.ceil((utilization + need / rank.total.low_bytes) * 1000) / 1000
         if share <= 0.99:
             found.append(
@@ -174,14 +179,14 @@ def _state_blocks(_start: Start, failure: Failure) -> list[Finding]:
 
 def _sampler_oom(start: Start, failure: Failure) -> list[Finding]:
     """The sampler's logits grow with max_num_seqs, and are allocated after the pool has taken what was left."""
-    sequences = failure.count("max_num_seqs") or 1
+    sequences = max(1, failure.count("max_num_seqs") or 1)
     oom = next((other for other in start.log.failures if other.kind is FailureKind.OUT_OF_MEMORY), None)
     tried, free = (None, None) if oom is None else (oom.memory("tried"), oom.memory("free"))
     if tried is None or free is None:
         return [_why(failure, failure.text), _change(f"--max-num-seqs {max(1, sequences // 2)}", "half the logits")]
-    fits = max(1, free.low_bytes // cdiv(tried.high_bytes, sequences))
+    fits = max(1, free.low_bytes // max(1, cdiv(tried.high_bytes, sequences)))
     fits -= fits % 8 if fits > 8 else 0
-    total = oom.memory("total") if oom is not None else None
+    total = _positive(oom.memory("total")) if oom is not None else None
     found = [
         _why(
             failure,
@@ -205,7 +210,7 @@ def _sampler_oom(start: Start, failure: Failure) -> list[Finding]:
 
 
 def _out_of_memory(start: Start, failure: Failure) -> list[Finding]:
-    tried, free, total = failure.memory("tried"), failure.memory("free"), failure.memory("total")
+    tried, free, total = failure.memory("tried"), failure.memory("free"), _positive(failure.memory("total"))
     sized = start.engine is not None
     when = "after the pool was made" if sized else "before the pool was made, while loading or profiling"
     text = f"the device was full {when}: {'' if tried is None else tried.text} more were asked for"

@@ -141,6 +141,8 @@ def _number(release: str) -> tuple[int, int]:
 
 def _sizing(spec: ModelSpec, settings: Settings, rules: VllmRules, batch: int, assumed: tuple[str, ...]) -> Sizing:
     length = settings.max_model_len or spec.served_model_len or spec.max_model_len
+    if length < 1:
+        raise ConfigError(f"the log states a longest request of {length} tokens")
     pipeline, context = settings.pipeline_parallel_size or 1, settings.decode_context_parallel_size or 1
     dtype = settings.kv_cache_dtype or "auto"
     kv = KvSettings(
@@ -252,7 +254,8 @@ def judge(sizing: Sizing, available: Sequence[Printed | None], engine: EngineLog
     if agreeing:
         return Verdict(sizing, range(agreeing[0], agreeing[-1] + 1), allowed, printed, True)
     # Without agreement the numbers stand for what the memory allows: that is what was to be explained.
-    blocks = range(allowed[0], allowed[1] + 1) if allowed else range(max(1, printed.start), max(2, printed.stop))
+    least = max(1, printed.start)
+    blocks = range(allowed[0], allowed[1] + 1) if allowed else range(least, max(least + 1, printed.stop))
     return Verdict(sizing, blocks, allowed, printed, False)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pdkv.logs.startup import Settings
 
+_LARGEST_SIZE = 1 << 16
 _VALUE = r"""('[^']{0,400}'|"[^"]{0,400}"|[^\s,(){}\[\]'"]{1,120})"""
 
 
@@ -21,6 +22,12 @@ def _field(name: str) -> re.Pattern[str]:
 
 def _integer(text: str) -> int | None:
     return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
+
+
+def _size(text: str) -> int | None:
+    """A count of GPUs, stages or tokens of a block; what no deployment has is not read."""
+    value = _integer(text)
+    return value if value is not None and 1 <= value <= _LARGEST_SIZE else None
 
 
 def _number(text: str) -> float | None:
@@ -46,11 +53,11 @@ _READERS: tuple[tuple[str, str, Callable[[str], Any]], ...] = (
     ("kv_cache_dtype", "kv_cache_dtype", _word),
     ("max_seq_len", "max_model_len", _integer),
     ("max_model_len", "max_model_len", _integer),
-    ("tensor_parallel_size", "tensor_parallel_size", _integer),
-    ("pipeline_parallel_size", "pipeline_parallel_size", _integer),
-    ("data_parallel_size", "data_parallel_size", _integer),
-    ("decode_context_parallel_size", "decode_context_parallel_size", _integer),
-    ("block_size", "block_size", _integer),
+    ("tensor_parallel_size", "tensor_parallel_size", _size),
+    ("pipeline_parallel_size", "pipeline_parallel_size", _size),
+    ("data_parallel_size", "data_parallel_size", _size),
+    ("decode_context_parallel_size", "decode_context_parallel_size", _size),
+    ("block_size", "block_size", _size),
     ("max_num_batched_tokens", "max_num_batched_tokens", _integer),
     ("max_num_seqs", "max_num_seqs", _integer),
     ("gpu_memory_utilization", "gpu_memory_utilization", _number),
@@ -63,8 +70,8 @@ _READERS: tuple[tuple[str, str, Callable[[str], Any]], ...] = (
     ("kv_connector", "kv_connector", _word),
     ("kv_role", "kv_role", _word),
     ("method", "speculative_method", _word),
-    ("num_speculative_tokens", "num_speculative_tokens", _integer),
-    ("num_spec_tokens", "num_speculative_tokens", _integer),
+    ("num_speculative_tokens", "num_speculative_tokens", _size),
+    ("num_spec_tokens", "num_speculative_tokens", _size),
     ("device_config", "device", _word),
 )
 _PATTERNS = {name: _field(name) for name, _target, _read in _READERS}

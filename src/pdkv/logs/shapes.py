@@ -178,7 +178,7 @@ _CAPACITY = (
         " padding layers, may waste",
         rf"Add {_INT} padding layers, may waste at most (\d{{1,6}}\.\d{{1,6}})%",
     ),
-    _shape("group_sizes", "kv cache group sizes (", r"kv cache group sizes \((\d[\d, ]{0,400})\)"),
+    _shape("group_sizes", "kv cache group sizes (", r"kv cache group sizes \((\d{1,12}(?:, ?\d{1,12}){0,64}),?\)"),
     _shape("block_size", "Setting kv cache block size to ", rf"Setting kv cache block size to {_INT}"),
     _shape("attention_block", "Setting attention block size to ", rf"Setting attention block size to {_INT}"),
     _shape("kv_layout", " KV cache layout", r"Using ([A-Z]{3,6}) KV cache layout"),

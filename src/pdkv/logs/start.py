@@ -317,8 +317,7 @@ class Start:
         engine.padding_percent = float(match[2])
 
     def _on_group_sizes(self, speaker: Speaker, match: re.Match[str]) -> None:
-        sizes = tuple(int(part) for part in match[1].split(",") if part.strip())
-        self._engine(speaker).group_block_sizes = sizes[:1024]
+        self._engine(speaker).group_block_sizes = tuple(int(part) for part in match[1].split(","))
 
     def _on_block_size(self, _speaker: Speaker, match: re.Match[str]) -> None:
         self._settings.block_size = int(match[1])
