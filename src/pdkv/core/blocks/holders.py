@@ -91,7 +91,7 @@ class Hit:
     boundary: int = 0
 
     def __bool__(self) -> bool:
-        return any(len(blocks) for blocks in self.blocks)
+        return any(map(len, self.blocks))
 
 
 def no_hit(num_groups: int) -> Hit:

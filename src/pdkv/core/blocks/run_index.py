@@ -36,6 +36,7 @@ from pdkv.core.ports import BoolArray, Int32Array
 
 _SHIFT = 32  # a block's place is layer number << 32 | position in the layer; 0: it carries no hash
 _POSITION = (1 << _SHIFT) - 1
+_EMPTY = np.empty(0, dtype=np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +121,7 @@ class RunPrefixIndex:
             at += len(found[-1])
             if len(found[-1]) < length:
                 break
-        return found[0] if len(found) == 1 else np.concatenate(found) if found else np.empty(0, dtype=np.int32)
+        return found[0] if len(found) == 1 else np.concatenate(found) if found else _EMPTY
 
     def _first_blocks(self, run: _Run, length: int) -> Int32Array:
         """int32[m]: first inserted blocks of the run's first hashes, at most ``length``, to the first without any."""

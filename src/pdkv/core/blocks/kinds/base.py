@@ -59,8 +59,10 @@ class JointIndex:
     def prefix(self, hashes: HashChain) -> list[Int32Array]:
         """Blocks of the longest prefix of ``hashes`` that is cached in every group, by group."""
         found = [index.lookup(hashes) for index in self._indexes]
-        length = min(len(blocks) for blocks in found)
-        return [blocks[:length] for blocks in found]
+        if len(found) > 1:
+            length = min(map(len, found))
+            found = [blocks[:length] for blocks in found]
+        return found
 
     def find(self, key: bytes) -> list[int] | None:
         """One block a group, or ``None`` when any group has none."""
