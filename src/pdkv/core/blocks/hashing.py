@@ -70,6 +70,9 @@ def raw_hash(digest: DigestFunction, none_hash: bytes) -> HashFunction:
 raw_sha256 = raw_hash(sha256_digest, NONE_HASH)
 
 
+_NO_DIGESTS = np.empty(0, dtype="V1")
+
+
 class HashChain(Sequence[bytes]):
     """The hashes of one sequence, one digest a unit, side by side in an array that grows by doubling.
 
@@ -78,9 +81,9 @@ class HashChain(Sequence[bytes]):
 
     __slots__ = ("_digests", "_len")
 
-    def __init__(self, digests: npt.NDArray[Any] | None = None) -> None:
-        self._digests = digests
-        self._len = 0 if digests is None else len(digests)
+    def __init__(self, digests: npt.NDArray[Any] = _NO_DIGESTS) -> None:
+        self._digests = digests  # what is beyond the length is room
+        self._len = len(digests)
 
     def __len__(self) -> int:
         return self._len
@@ -91,11 +94,15 @@ class HashChain(Sequence[bytes]):
     def __getitem__(self, index: slice) -> HashChain: ...
     def __getitem__(self, index: int | slice) -> bytes | HashChain:
         if isinstance(index, slice):
-            return self if self._digests is None else HashChain(self._digests[: self._len][index])
+            return HashChain(self._digests[: self._len][index])
         if index < 0:
             index += self._len
-        if self._digests is None or not 0 <= index < self._len:
+        if not 0 <= index < self._len:
             raise IndexError(f"hash {index} of {self._len}")
+        return self.item(index)
+
+    def item(self, index: int) -> bytes:
+        """Hash ``index``, which there is: for loops over many chains."""
         digest: bytes = self._digests.item(index)
         return digest
 
@@ -104,7 +111,7 @@ class HashChain(Sequence[bytes]):
         if not digests:
             return
         end = self._len + len(digests)
-        if self._digests is None:
+        if not self._len:
             self._digests = np.frombuffer(b"".join(digests), dtype=f"V{len(digests[0])}").copy()
         else:
             if end > len(self._digests):
@@ -118,8 +125,7 @@ class HashChain(Sequence[bytes]):
         self._len = end
 
     def joined(self, first: int, last: int) -> memoryview:
-        """Digests ``first:last``, of which there is one at least, one behind the other."""
-        assert self._digests is not None, "an empty chain"
+        """Digests ``first:last``, one behind the other."""
         return np.ascontiguousarray(self._digests[first:last]).view(np.uint8).data
 
 

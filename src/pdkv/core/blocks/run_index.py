@@ -185,16 +185,17 @@ class RunPrefixIndex:
         self, chains: Sequence[HashChain], entries: Sequence[int], blocks: Sequence[int], before: Sequence[int]
     ) -> None:
         """One block of each of many sequences, in that order: ``blocks[i]`` holds ``chains[i][entries[i]]``."""
+        places, layers, heads = self._single, self._layers, self._heads
         for hashes, entry, block, last in zip(chains, entries, blocks, before, strict=True):
-            place = self._single[last]
-            layer = self._layers[place >> _SHIFT] if place else None
-            key = hashes[entry]
-            if layer is not None and layer.run.open_place == place and key not in self._heads:
-                assert not self._single[block], f"block {block} already carries a hash"
-                layer.run.digests += key  # new content at the end of a run: nothing else can stand there
+            place = places[last]
+            layer = layers[place >> _SHIFT] if place else None
+            key = hashes.item(entry)
+            if layer is not None and (run := layer.run).open_place == place and key not in heads:
+                assert not places[block], f"block {block} already carries a hash"
+                run.digests += key  # new content at the end of a run: nothing else can stand there
                 layer.blocks.append(block)
                 layer.alive += 1
-                layer.run.open_place = self._single[block] = place + 1
+                run.open_place = places[block] = place + 1
             else:
                 self.insert(hashes, entry, np.asarray([block], dtype=np.int32), last)
 
