@@ -18,6 +18,7 @@ from pdkv.core.blocks.groups import (
     FullGroup,
     Group,
     ReferenceWindowGroup,
+    RingGroup,
     StateGroup,
     WindowGroup,
 )
@@ -199,6 +200,12 @@ def test_a_grant_of_other_groups_is_refused(change: dict[str, Any], text: str) -
     wrong = msgspec.structs.replace(source, grant=msgspec.structs.replace(grant, **change))
     with pytest.raises(BadRequest, match=text):
         consumer.engine.validate(dataclasses.replace(new, source=wrong))
+
+
+def test_the_last_token_is_left_to_the_consumer_unless_every_block_is_kept() -> None:
+    """A ring, a window and a state have moved on once the last token is computed, and it is computed again."""
+    for group, left in ((FULL, False), (RingGroup(block_size=4), True), (WindowGroup(block_size=4, window=9), True)):
+        assert make_engine(groups=(FULL, group)).manager.leaves_last_token is left
 
 
 def test_what_an_encoder_put_out_is_not_moved() -> None:

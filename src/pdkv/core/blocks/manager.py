@@ -112,7 +112,7 @@ class KVCacheManager(Owners):
         The consumer computes that one anyway, to sample from it; what a window or a state looks back at from there is
         gone once the token itself has been computed (pd-transfer 3: the backoff, of one token).
         """
-        return bool(self._recycling)
+        return not self._keeps_all
 
     def blocks_for(self, tokens: int, encoder_tokens: int | None = None) -> int:
         """Blocks that ``tokens`` tokens (never more than the model's length) take at most at once, over all groups.
@@ -145,7 +145,7 @@ class KVCacheManager(Owners):
     @property
     def shares_prefixes(self) -> bool:
         """Whether all that one request computes or loads can be hit by the next one."""
-        return self.pool.enable_caching and not self._recycling
+        return self.pool.enable_caching and self._keeps_all
 
     @property
     def step_blocks(self) -> int:

@@ -24,7 +24,8 @@ class Owners:
     def __init__(self, pool: BlockPool, kinds: Sequence[Kind]) -> None:
         self.pool = pool
         self.kinds = tuple(kinds)
-        self.plain = len(kinds) == 1 and isinstance(kinds[0].spec, FullGroup)
+        self._keeps_all = all(isinstance(kind.spec, FullGroup) for kind in kinds)
+        self.plain = len(kinds) == 1 and self._keeps_all
         self.now_ns = 0
         self._recycling = [kind for kind in kinds if kind.recycles]
         self._holders: dict[str, Holder] = {}
