@@ -61,6 +61,16 @@ def test_pull_by_hand() -> None:
     assert (facts.host_buffer_bytes, facts.device_buffer_bytes) == (0, 0)
 
 
+def test_a_watermark_leaves_less_to_admission() -> None:
+    free, kept = (decode("dense", {"kv_connector": "NixlConnector"}, watermark=share) for share in (0.0, 0.25))
+    blocks = 40 * GIB // BLOCK
+    assert (free.watermark_blocks, kept.watermark_blocks) == (0, blocks // 4)
+    assert free.decode is not None
+    assert kept.decode is not None
+    assert free.decode.engines is not None
+    assert kept.decode.engines == pytest.approx(free.decode.engines * (blocks - 1) / (blocks - 1 - blocks // 4))
+
+
 def test_push_holds_blocks_through_the_prefill() -> None:
     pull, push = (decode("dense", {"kv_connector": name}) for name in ("NixlConnector", "NixlPushConnector"))
     assert push.mode == "push"

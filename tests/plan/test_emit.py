@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdkv.errors import ConfigError
+from pdkv.models.catalog import catalog
 from pdkv.plan.emit import serve_command
-from pdkv.plan.kv_transfer import CONNECTORS, ROLES, KvTransfer
+from pdkv.plan.kv_transfer import CONNECTORS, ROLES, KvTransfer, parse_kv_transfer
 from pdkv.plan.options import PlanOptions
+from pdkv.plan.planner import make_plan
 from pdkv.plan.vllm_args import parse_command
+from pdkv.source import find_spec
 
 WORDS = st.text("abcdefghij_-./'\" 0123456789", min_size=1, max_size=12).map(lambda text: "x" + text)
 POSITIVE = st.integers(1, 1 << 45)
@@ -104,6 +110,21 @@ def test_what_is_printed_is_read_back(values: dict[str, Any], model: str, overri
     back = parse_command(text)
     assert (back.model, back.options, dict(back.overrides)) == (model, options, overrides)
     assert not [warning for warning in back.warnings if "connector" not in warning]
+
+
+@pytest.mark.parametrize("name", list(catalog())[::9])
+def test_the_command_of_a_plan_gives_the_plan(name: str) -> None:
+    """Models of the catalogue on a decode instance, over as many ranks as they can be divided."""
+    model, transfer = find_spec(name), parse_kv_transfer({"kv_connector": "NixlConnector", "kv_role": "kv_consumer"})
+    for size in (8, 1):
+        options = PlanOptions(gpu="h200", tensor_parallel_size=size, max_model_len=65536, kv_transfer=transfer)
+        try:
+            plan = make_plan(model, options, served_as=name)
+        except ConfigError:
+            continue  # its heads do not divide by eight
+        back = parse_command(plan.command)
+        assert back.model == name
+        assert make_plan(find_spec(name), replace(back.options, gpu="h200"), served_as=name) == plan
 
 
 def test_defaults_are_left_out() -> None:

@@ -136,6 +136,8 @@ def _print_decode(console: Console, decode: DecodeFacts) -> None:
         f"{decode.decoding_blocks_per_request:,} while it decodes; admission counts with "
         f"{decode.reserved_blocks_per_request:,} ({decode.in_flight_tokens:,} tokens in flight)",
     )
+    if decode.watermark_blocks:
+        table.add_row("watermark", f"{decode.watermark_blocks:,} blocks are left free while anything runs")
     if decode.transferred_bytes_per_request is not None:
         took = "" if decode.transfer_time_s is None else f", {decode.transfer_time_s:.3f} s"
         table.add_row(

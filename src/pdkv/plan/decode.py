@@ -61,10 +61,11 @@ class DecodeFacts:
     """The answer. Bytes and blocks are those of the bottleneck rank, ``_all_ranks`` of one engine.
 
     ``reserved_blocks_per_request`` is what admission counts with for a request of prompt and output (windows reserve
-    for every token in flight), ``decoding_blocks_per_request`` what it really holds while it decodes.
-    ``preempted_tokens`` are computed again, on D, when D preempts it half-way; ``decode`` and ``prefill`` are averages
-    over the whole deployment, ``engines`` how many pools like this one they fill. ``lease_bytes_bound`` is what P holds
-    when no D reads for a whole lease. ``device_buffer_bytes`` are staging buffers beside the pool.
+    for every token in flight), ``decoding_blocks_per_request`` what it really holds while it decodes;
+    ``watermark_blocks`` are left free by admission. ``preempted_tokens`` are computed again, on D, when D preempts it
+    half-way. ``decode`` and ``prefill`` are averages over the whole deployment, ``engines`` how many pools like this
+    one they fill. ``lease_bytes_bound`` is what P holds when no D reads for a whole lease. ``device_buffer_bytes`` are
+    staging buffers beside the pool (``None``: not known).
     """
 
     role: str | None
@@ -75,6 +76,7 @@ class DecodeFacts:
     reserved_blocks_per_request: int
     decoding_blocks_per_request: int
     in_flight_tokens: int
+    watermark_blocks: int
     transferred_bytes_per_request: int | None
     transferred_bytes_all_ranks: int | None
     transfer_time_s: float | None
@@ -123,6 +125,7 @@ def decode_facts(sized: Sized, workload: Workload | None) -> DecodeFacts | None:
         reserved_blocks_per_request=rank.blocks_for(length),
         decoding_blocks_per_request=decoding_blocks(rank, length),
         in_flight_tokens=sized.options.in_flight,
+        watermark_blocks=watermark_blocks(sized),
         transferred_bytes_per_request=moved,
         transferred_bytes_all_ranks=moved_all,
         transfer_time_s=seconds,
@@ -136,6 +139,11 @@ def decode_facts(sized: Sized, workload: Workload | None) -> DecodeFacts | None:
         prefill_engines_per_decode_engine=_ratio(prefill, decode),
         notes=tuple(_notes(sized, transfer)),
     )
+
+
+def watermark_blocks(sized: Sized) -> int:
+    """Blocks that admission leaves free while anything runs (SchedulerConfig.watermark; the null block counts)."""
+    return int(sized.options.watermark * sized.capacity.num_blocks)
 
 
 def decoding_blocks(rank: RankLayout, num_tokens: int) -> int:
@@ -206,13 +214,13 @@ def _prefill_side(sized: Sized, load: Workload, transfer_s: float | None) -> Hel
 def _held(sized: Sized, running: float | None, loading: float | None, retained: float | None) -> HeldBlocks:
     parts = (running, loading, retained)
     total = None if None in parts else sum(part for part in parts if part is not None)
-    usable = sized.capacity.usable_blocks
+    usable = sized.capacity.usable_blocks - watermark_blocks(sized)
     return HeldBlocks(
         running=running,
         loading=loading,
         retained=retained,
         total=total,
-        engines=None if total is None or not usable else total / usable,
+        engines=None if total is None or usable < 1 else total / usable,
     )
 
 

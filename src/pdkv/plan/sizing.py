@@ -49,11 +49,6 @@ class Sized:
         per_request = max(layout.blocks_for(num_tokens) for layout in self.layouts)
         return self.capacity.usable_blocks // per_request if per_request else 1 << 30
 
-    def tokens(self, num_tokens: int) -> int:
-        """Tokens of KV that requests of ``num_tokens`` tokens can keep in the pool."""
-        concurrency = self.concurrency(num_tokens)
-        return 0 if concurrency == float("inf") else int(concurrency * num_tokens)
-
 
 def lay_out(spec: ModelSpec, options: PlanOptions) -> tuple[ModelSpec, BuiltCaches, tuple[RankLayout, ...]]:
     """The caches and groups of every stage. Raises ConfigError for settings that cannot be."""
