@@ -18,6 +18,7 @@ from pdkv.core.journal import Journal
 from pdkv.core.ports import (
     Abort,
     Batch,
+    BoolArray,
     Decline,
     Done,
     Event,
@@ -324,23 +325,14 @@ class Engine:
 
     def _batch(self, rows: PlanRows, copies: Int32Array) -> Batch:
         """The batch's arrays, all its own."""
-        ends, num_drafts = rows.tokens.cumsum(), rows.num_drafts
-        tokens = np.zeros(int(rows.tokens.sum()), dtype=np.int32)
+        num_drafts = rows.num_drafts
         pending = rows.start + rows.tokens - num_drafts > rows.known
-        decodes = (rows.tokens == 1) & (rows.start == rows.known - 1)
-        tokens[ends[decodes] - 1] = rows.last_token[decodes]
-        for at in np.flatnonzero(~decodes & ((rows.tokens > 1) | ~pending)).tolist():
-            first, end = int(ends[at] - rows.tokens[at]), int(ends[at])
-            known = rows.requests[at].tokens[rows.start[at] : rows.start[at] + rows.tokens[at]]
-            tokens[first : first + len(known)] = known
-            if num_drafts[at]:
-                tokens[end - num_drafts[at] : end] = rows.drafts[at]
         tables = tuple(self.manager.growth.tables(rows.columns, group) for group in range(len(self.config.groups)))
         return Batch(
-            request_ids=tuple(request.request_id for request in rows.requests),
+            request_ids=tuple([request.request_id for request in rows.requests]),
             num_scheduled=rows.tokens.astype(np.int32),
             num_computed=rows.start.astype(np.int32),
-            tokens=tokens,
+            tokens=_input_tokens(rows, num_drafts, pending),
             pending=pending,
             block_tables=tables[0],
             group_tables=tables,
@@ -352,3 +344,21 @@ class Engine:
 
 def _slashed(counts: Sequence[int]) -> str:
     return "/".join(str(count) for count in counts)
+
+
+def _input_tokens(rows: PlanRows, num_drafts: Int32Array, pending: BoolArray) -> Int32Array:
+    """int32[sum(rows.tokens)]: what all rows compute, one behind the other, 0 where a token is not known yet."""
+    single = (rows.tokens == 1) & (rows.start >= rows.known - 1)
+    newest = np.where(pending, 0, rows.last_token).astype(np.int32)
+    if single.all():
+        return newest
+    ends = rows.tokens.cumsum()
+    tokens = np.zeros(int(ends[-1]), dtype=np.int32)
+    tokens[ends[single] - 1] = newest[single]
+    for at in np.flatnonzero(~single).tolist():
+        first, end = int(ends[at] - rows.tokens[at]), int(ends[at])
+        known = rows.requests[at].tokens[rows.start[at] : rows.start[at] + rows.tokens[at]]
+        tokens[first : first + len(known)] = known
+        if num_drafts[at]:
+            tokens[end - num_drafts[at] : end] = rows.drafts[at]
+    return tokens

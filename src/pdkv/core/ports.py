@@ -286,7 +286,7 @@ class Admitted(Event, frozen=True, kw_only=True):
     resumed: bool = False
 
 
-class TokenSampled(Event, frozen=True, kw_only=True):
+class TokenSampled(Event, frozen=True, kw_only=True, gc=False):
     """One more output token."""
 
     token: int

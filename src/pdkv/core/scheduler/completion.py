@@ -37,6 +37,7 @@ class Completion:
         self._journal = journal
         self._hash_function = hash_function
         self._finish = finish
+        self._hash_tokens = config.sizes.hash_tokens
         self._asynchronous = config.max_outstanding_plans > 1
 
     def take(self, rows: PlanRows, outputs: Outputs) -> None:
@@ -59,7 +60,7 @@ class Completion:
     def _hash(self, requests: Sequence[Request], columns: Columns) -> None:
         """Hash what has become full; register blocks that a plan filled before their tokens were known."""
         counters = self._running.counters
-        full = counters.num_tokens[columns] % self._config.sizes.hash_tokens == 0
+        full = counters.num_tokens[columns] % self._hash_tokens == 0
         for at in np.flatnonzero(full).tolist():
             requests[at].extend_hashes(self._hash_function)
         if self._asynchronous:

@@ -62,7 +62,7 @@ class Request:
         self.status = Status.WAITING
         self.num_prompt = len(new.prompt)
         room = min(new.max_tokens, self.num_prompt + 16)  # for outputs no longer than the prompt
-        self.buffer: Int32Array = np.empty(self.num_prompt + room, dtype=np.int32)  # its first num_tokens are set
+        self._hold(np.empty(self.num_prompt + room, dtype=np.int32))
         self.counters, self.column = Counters(), 0
         self.append(new.prompt)
         self.shared_boundary = 0
@@ -83,7 +83,7 @@ class Request:
     @property
     def tokens(self) -> Int32Array:
         """int32[num_tokens]: prompt and output; a view, valid until the next append."""
-        return self.buffer[: self.num_tokens]
+        return self._buffer[: self.num_tokens]
 
     @property
     def num_outputs(self) -> int:
@@ -109,17 +109,20 @@ class Request:
         """Add tokens, at least one."""
         start = self.num_tokens
         end = start + len(tokens)
-        while end > len(self.buffer):
+        while end > len(self._buffer):
             self.widen()
-        self.buffer[start:end] = tokens
+        self._buffer[start:end] = tokens
         self.num_tokens, self.last_token = end, int(tokens[-1])
 
-    def widen(self) -> Int32Array:
-        """The buffer of tokens, twice as large as before."""
-        grown = np.empty(2 * len(self.buffer), dtype=np.int32)
-        grown[: len(self.buffer)] = self.buffer
-        self.buffer = grown
-        return grown
+    def widen(self) -> None:
+        """Room for twice as many tokens as there was."""
+        before = self._buffer
+        self._hold(np.empty(2 * len(before), dtype=np.int32))
+        self._buffer[: len(before)] = before
+
+    def _hold(self, buffer: Int32Array) -> None:
+        self._buffer = buffer  # the first num_tokens are set
+        self.memory = buffer.data  # the same, of which a single entry is written faster; longer than num_tokens or full
 
     def extend_hashes(self, function: HashFunction) -> None:
         """Hash the units that have become full since the last call."""

@@ -166,18 +166,21 @@ class RunningSet(Sequence[Request]):
     def settle(self, rows: PlanRows) -> Columns:
         """``rows`` have been computed; returns the numbers of those that sampled a token and still run."""
         present = self.sequence[rows.columns] == rows.sequence
-        columns = rows.columns[present]
-        self.counters.in_flight_tokens[columns] -= rows.tokens[present]
+        if present.all():
+            self.counters.in_flight_tokens[rows.columns] -= rows.tokens
+            return np.flatnonzero(rows.samples)
+        self.counters.in_flight_tokens[rows.columns[present]] -= rows.tokens[present]
         return np.flatnonzero(present & rows.samples)
 
     def append_tokens(self, requests: Sequence[Request], columns: Columns, tokens: Int32Array) -> None:
         """The token that each of ``requests``, which stand in ``columns``, had a placeholder for."""
         at = self.counters.num_tokens[columns]
         for request, position, token in zip(requests, at.tolist(), tokens.tolist(), strict=True):
-            buffer = request.buffer
-            if position == len(buffer):
-                buffer = request.widen()
-            buffer[position] = token
+            try:
+                request.memory[position] = token
+            except IndexError:
+                request.widen()
+                request.memory[position] = token
         self.counters.placeholders[columns] -= 1
         self.counters.num_tokens[columns] = at + 1
         self.counters.last_token[columns] = tokens
@@ -185,7 +188,7 @@ class RunningSet(Sequence[Request]):
     def may_end(self, columns: Columns, tokens: Int32Array) -> Columns:
         """Which of these requests have all their tokens now, or a last one that is a stop token for somebody."""
         full = self.counters.num_tokens[columns] >= self.end[columns]
-        if not self._stops.keys().isdisjoint(tokens.tolist()):
+        if self._stops and not self._stops.keys().isdisjoint(tokens.tolist()):
             full |= np.isin(tokens, np.fromiter(self._stops, dtype=np.int32, count=len(self._stops)))
         return np.flatnonzero(full)
 
