@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import pty
 import select
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import termios
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from pdkv.explain.report import Severity
 from pdkv.explain.usage import split
 from pdkv.logs.metrics_text import parse_metrics
 
+DATA = Path(__file__).resolve().parents[1] / "data" / "field"
 LABELS = 'engine="0",model_name="m"'
 
 
@@ -231,6 +234,21 @@ def test_prefill_and_decode_together() -> None:
     )
     live = diagnose([decode, reading(prefill, url="http://p")], None)
     assert {item.id for item in live.findings} == {"prefills-wait-for-decode", "decode-queues-past-leases"}
+
+
+def test_a_real_decode_instance_that_was_asked_directly() -> None:
+    """vLLM 0.32 with NIXL as a consumer, before and after one request of 18 tokens that no router sent."""
+    before, after = (
+        gzip.decompress((DATA / f"vllm-0.32-nixl-{name}.metrics.gz").read_bytes()).decode()
+        for name in ("before", "after")
+    )
+    live = seen(after, before)
+    (instance,) = live.instances
+    assert (instance.role, instance.observed["num_blocks"], instance.observed["block_size"]) == ("decode", 4096, 128)
+    assert instance.observed["kv_cache_size_tokens"] == 524288
+    assert instance.rates is not None
+    assert (instance.rates["finished"], instance.rates["generation_tokens"]) == (0.5, 2.5)
+    assert ids(live) == {"pd-configured-nothing-transfers": Severity.WARNING}
 
 
 # ------------------------------------------------------------------------------------------------------ texts from outside

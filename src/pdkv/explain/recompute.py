@@ -8,7 +8,7 @@ from itertools import product
 
 from pdkv.errors import ConfigError
 from pdkv.explain.report import GroupShape, Recomputed
-from pdkv.layout.backends import BACKENDS
+from pdkv.layout.backends import BACKENDS, Backend
 from pdkv.layout.build import BuiltCaches, KvSettings, boundary_layers, in_flight_tokens, stage_caches
 from pdkv.layout.capacity import Capacity, reported_tokens, size_pool
 from pdkv.layout.draft import with_draft_layers
@@ -153,7 +153,7 @@ def _sizing(spec: ModelSpec, settings: Settings, rules: VllmRules, batch: int, a
         tensor_parallel=settings.tensor_parallel_size or 1,
         pipeline_parallel=pipeline,
         decode_context_parallel=context,
-        backend=BACKENDS.get(settings.attention_backend or ""),
+        backend=_backend(spec, settings),
         check_backend=False,
         skip_layers=boundary_layers(spec, dtype if dtype != "auto" else (spec.kv_dtype or "auto")),
         prefix_caching=settings.enable_prefix_caching is not False,
@@ -175,6 +175,17 @@ def _sizing(spec: ModelSpec, settings: Settings, rules: VllmRules, batch: int, a
         rules=rules,
     )
     return Sizing(spec, settings, rules, built, layouts, length, assumed)
+
+
+def _backend(spec: ModelSpec, settings: Settings) -> Backend | None:
+    """The backend that the log names, or the only one of a CPU; ``None``: what a GPU takes by itself.
+
+    CPUs had another backend before 0.12, with blocks like a GPU's.
+    """
+    release = settings.release
+    if settings.device == "cpu" and (release is None or _number(release) >= (0, 12)):
+        return BACKENDS["CPU_MLA" if spec.has(LayerKind.MLA) else "CPU_ATTN"]
+    return BACKENDS.get(settings.attention_backend or "")
 
 
 def _model_dtype(spec: ModelSpec, settings: Settings) -> str:
@@ -277,6 +288,8 @@ def recompute(
     """
     if engine is not None and engine.max_model_len is not None:
         settings = replace(settings, max_model_len=engine.max_model_len)
+    if engine is not None and (engine.device or "").lower() == "cpu":
+        settings = replace(settings, device="cpu")
     first: Verdict | None = None
     for sizing in sizings(spec, settings):
         verdict = judge(sizing, available, engine)
