@@ -115,13 +115,13 @@ def test_what_is_printed_is_read_back(values: dict[str, Any], model: str, overri
 @pytest.mark.parametrize("name", list(catalog())[::9])
 def test_the_command_of_a_plan_gives_the_plan(name: str) -> None:
     """Models of the catalogue on a decode instance, over as many ranks as they can be divided."""
-    model, transfer = find_spec(name), parse_kv_transfer({"kv_connector": "NixlConnector", "kv_role": "kv_consumer"})
+    transfer = parse_kv_transfer({"kv_connector": "NixlConnector", "kv_role": "kv_consumer"})
     for size in (8, 1):
         options = PlanOptions(gpu="h200", tensor_parallel_size=size, max_model_len=65536, kv_transfer=transfer)
         try:
-            plan = make_plan(model, options, served_as=name)
+            plan = make_plan(find_spec(name), options, served_as=name)
         except ConfigError:
-            continue  # its heads do not divide by eight
+            continue  # its heads do not divide by eight, or it is one that is known but not sized
         back = parse_command(plan.command)
         assert back.model == name
         assert make_plan(find_spec(name), replace(back.options, gpu="h200"), served_as=name) == plan
