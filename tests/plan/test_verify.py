@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from pdkv.cli.main import app
 from pdkv.errors import ConfigError
 from pdkv.logs.metrics_text import Metrics, parse_metrics
+from pdkv.plan.kv_transfer import parse_kv_transfer
 from pdkv.plan.options import PlanOptions
 from pdkv.plan.planner import make_plan
 from pdkv.plan.report import PlanReport
@@ -124,6 +125,17 @@ def test_lengths_engines_and_leaks(plan: PlanReport) -> None:
     fake.held = fake.usable
     fake.running, fake.waiting = 0, 1
     assert verdicts(plan, fake)["usage with 0 running, 1 waiting"] is Verdict.DIFFERS
+
+
+def test_behind_a_router_the_plan_of_d_is_put_to_d() -> None:
+    transfer = parse_kv_transfer({"kv_connector": "NixlConnector", "kv_role": "kv_consumer"})
+    plan = make_plan(planned("dense"), PlanOptions(kv_cache_memory_bytes=20 * GIB, kv_transfer=transfer))
+    decode, prefill = Fake(plan, role="decode"), Fake(plan, role="prefill", num_gpu_blocks="7")
+    both = Fake(plan)
+    both.text = lambda: decode.text() + "\n" + prefill.text()  # type: ignore[method-assign]
+    found = verify(plan, both.server())
+    assert found.agrees
+    assert found.engines == 1
 
 
 def test_a_probe_that_holds_other_blocks(plan: PlanReport) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from pdkv.errors import ConfigError
-from pdkv.logs.metrics_text import Metrics
+from pdkv.logs.metrics_text import Metrics, Sample
 from pdkv.plan.report import PlanReport, UsageFacts
 
 _INFO = "vllm:cache_config_info"
@@ -89,7 +89,7 @@ def read_plan(path: Path) -> PlanReport:
 def verify(plan: PlanReport, server: Server, *, probe: bool = False) -> Verification:
     """Every prediction of ``plan`` against ``server``. Raises ConfigError when it cannot be asked at all."""
     metrics = server.scrape()
-    infos = metrics.series(_INFO)
+    infos = _engines(plan, metrics)
     if not infos:
         raise ConfigError(f"{server.url} shows no {_INFO}; give the address of a vLLM or pdkv server")
     findings = [
@@ -98,7 +98,7 @@ def verify(plan: PlanReport, server: Server, *, probe: bool = False) -> Verifica
             str(plan.deployment.engines),
             str(len(infos)),
             _verdict(plan.deployment.engines == len(infos)),
-            "a data-parallel rank, or P and D behind one router, shows as one engine each",
+            "each data-parallel rank, and each instance behind a router, shows as one engine",
         )
     ]
     for index, info in enumerate(infos):
@@ -109,6 +109,15 @@ def verify(plan: PlanReport, server: Server, *, probe: bool = False) -> Verifica
     if probe:
         findings.append(_probe(plan, server))
     return Verification(server.url, len(infos), tuple(findings))
+
+
+def _engines(plan: PlanReport, metrics: Metrics) -> list[Sample]:
+    """The engines that the plan is for: behind pdkv's router, those of its role."""
+    infos = metrics.series(_INFO)
+    role = (
+        None if plan.decode is None else {"kv_consumer": "decode", "kv_producer": "prefill"}.get(plan.decode.role or "")
+    )
+    return [info for info in infos if role is not None and info.labels.get("role") == role] or infos
 
 
 def _verdict(agrees: bool) -> Verdict:
