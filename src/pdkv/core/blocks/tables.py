@@ -30,12 +30,14 @@ class TableStore:
 
     def __init__(self, rows: int = 1) -> None:
         self.blocks: Int32Array = np.zeros((rows, 8), dtype=np.int32)
-        self._name(np.zeros((4, rows), dtype=np.int64))
-        self.last_state[:] = -1
+        numbers = np.zeros((4, rows), dtype=np.int64)
+        numbers[3] = -1
+        self._name(numbers)
 
     def _name(self, numbers: Int64Array) -> None:
         self._numbers = numbers  # a column a table: those of one table are moved as a whole
-        self.lengths, self.hashed, self.dropped, self.last_state = numbers
+        self.lengths, self.hashed = numbers[0], numbers[1]
+        self.dropped, self.last_state = numbers[2], numbers[3]
 
     def reserve(self, rows: int, width: int) -> None:
         """Room for ``rows`` tables of ``width`` entries; what is grown is at least doubled."""

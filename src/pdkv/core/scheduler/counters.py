@@ -24,15 +24,14 @@ class Counters:
     __slots__ = (*FIELDS, "_table")
 
     def __init__(self, columns: int = 1) -> None:
-        self._name(np.zeros((len(self.FIELDS), columns), dtype=np.int64))
-        self.last_step[:] = -1
+        table = np.zeros((len(self.FIELDS), columns), dtype=np.int64)
+        table[-1] = -1
+        self._name(table)
 
     def _name(self, table: npt.NDArray[np.int64]) -> None:
         self._table = table  # a row a field: a column is moved as a whole
-        (
-            self.num_tokens, self.last_token, self.num_computed, self.placeholders, self.in_flight_tokens,
-            self.last_step,
-        ) = table  # fmt: skip
+        self.num_tokens, self.last_token, self.num_computed = table[0], table[1], table[2]
+        self.placeholders, self.in_flight_tokens, self.last_step = table[3], table[4], table[5]
 
     def grow(self, columns: int) -> None:
         """More columns; those there are stay."""
