@@ -15,9 +15,10 @@ class Boundaries:
     """Rules that all groups of a model have in common."""
 
     def __init__(self, sizes: Granularity, drafting: Drafting, num_groups: int) -> None:
-        self._sizes = sizes
         self._drafting = drafting
         self._alone = num_groups == 1
+        self._anywhere = self._alone or sizes.fine_hits
+        self._unit = sizes.scheduler_tokens
 
     def replay(self, num_prompt: int) -> tuple[int, ...]:
         """Where a request that begins with this prompt can resume: it computes its last token at least.
@@ -26,9 +27,8 @@ class Boundaries:
         """
         if not self._drafting.groups:
             return (num_prompt - 1,)
-        block = self._sizes.scheduler_tokens
-        ends = ((num_prompt - 1) // block * block, num_prompt // block * block)
-        return tuple(sorted({max(end - block, 0) for end in ends}))
+        ends = ((num_prompt - 1) // self._unit * self._unit, num_prompt // self._unit * self._unit)
+        return tuple(sorted({max(end - self._unit, 0) for end in ends}))
 
     def cacheable(self, kind: Kind, num_tokens: int) -> int:
         """The tokens, of ``num_tokens``, up to which a hit can look at blocks of this kind."""
@@ -42,6 +42,8 @@ class Boundaries:
 
     def last_end(self, tokens: Tokens) -> Tokens:
         """The last place below ``tokens`` where a hit can end; of one group alone, that is up to its kind."""
-        if self._alone or self._sizes.fine_hits:
-            return tokens
-        return tokens - tokens % self._sizes.scheduler_tokens
+        return tokens if self._anywhere else tokens - tokens % self._unit
+
+    def next_end(self, tokens: Tokens) -> Tokens:
+        """The first place from ``tokens`` on where a hit can end."""
+        return tokens if self._anywhere else -(-tokens // self._unit) * self._unit

@@ -15,7 +15,7 @@ import numpy as np
 
 from pdkv.core.blocks.boundaries import Boundaries
 from pdkv.core.blocks.holders import Holder
-from pdkv.core.blocks.kinds.base import Kind
+from pdkv.core.blocks.kinds.base import NEVER, Kind
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.blocks.tables import NULL_BLOCK, TableStore
 from pdkv.core.ledger import Account
@@ -42,12 +42,12 @@ class Step:
     final: Int64Array
 
     @classmethod
-    def of(cls, running: RunningSet, first: int, last: int) -> Step:
-        """The running requests number ``first:last``, before they are planned."""
-        rows, counters = running.columns[first:last], running.counters
+    def of(cls, running: RunningSet, numbers: Int64Array) -> Step:
+        """The running requests of these numbers, before they are planned."""
+        rows, counters = running.columns[numbers], running.counters
         computed = counters.num_computed[rows]
         return cls(
-            requests=running[first:last],
+            requests=[running[number] for number in numbers.tolist()],
             rows=rows,
             prompt=running.prompt[rows],
             computed=computed,
@@ -100,11 +100,15 @@ class RunningGrowth:
         self._boundaries = boundaries
         self._stores = [TableStore(0) for _ in kinds]
         self._bulk = all(kind.grows_in_bulk for kind in kinds)
+        self._idle_until: Int64Array = np.zeros(0, dtype=np.int64)  # by row: with fewer tokens computed nothing is due
 
     def seat(self, holder: Holder, row: int) -> None:
         """From now on the holder's tables are row ``row`` of the stores."""
         for hold, store in zip(holder.groups, self._stores, strict=True):
             hold.table.seat(store, row)
+        if row >= len(self._idle_until):
+            self._idle_until = np.concatenate((self._idle_until, np.zeros(row + 1, dtype=np.int64)))
+        self._idle_until[row] = 0
 
     def unseat(self, holder: Holder) -> None:
         """Its tables are its own again."""
@@ -117,8 +121,19 @@ class RunningGrowth:
 
     # ------------------------------------------------------------------------------------------------------ one token
 
-    def grow(self, step: Step, single: Callable[[Request], bool]) -> int:
+    def grow(self, running: RunningSet, first: int, last: int, single: Callable[[Request], bool]) -> int:
         """See `KVCacheManager.grow_by_one`; ``single`` serves one request and says whether it fits."""
+        rows = running.columns[first:last]
+        suspects = np.flatnonzero(running.counters.num_computed[rows] >= self._idle_until[rows])
+        if not len(suspects):
+            return last - first
+        step = Step.of(running, first + suspects)
+        served = self._serve(step, single)
+        self._look_ahead(step)
+        return last - first if served == len(step) else suspects.item(served)
+
+    def _serve(self, step: Step, single: Callable[[Request], bool]) -> int:
+        """Returns how many of them were served, as `grow`."""
         due = self.due(step)
         busy = due.numbers()
         if not busy:
@@ -128,10 +143,31 @@ class RunningGrowth:
             return next((at for at in busy if not single(step.requests[at])), len(step))
         fitting = self._exchange(step, due.grow, dropped)
         if fitting < len(step):
-            return self.grow(step.first(fitting), single)
+            return self._serve(step.first(fitting), single)
         if due.register.any():
             self._register(step, due.register)
         return len(step)
+
+    def _look_ahead(self, step: Step) -> None:
+        """From how many computed tokens on something is due for each; a plan under way may put it off."""
+        rows = step.rows
+        idle = np.full(len(rows), NEVER)
+        for kind, store in zip(self._kinds, self._stores, strict=True):
+            idle = np.minimum(idle, kind.capacity_tokens(store.lengths[rows]))
+            if kind.recycles:
+                idle = np.minimum(idle, kind.next_drop(store, rows))
+            if self._pool.enable_caching and kind.registers:
+                full = self._boundaries.next_end((store.hashed[rows] + 1) * kind.block_size)
+                idle = np.minimum(idle, full - 1)
+                if kind.keeps_prompt_end:
+                    passed = self._boundaries.last_end(step.final) > kind.prompt_end(step.prompt)
+                    idle = np.where(passed, idle, 0)
+        self._idle_until[rows] = idle
+
+    def check(self, running: RunningSet) -> None:
+        """Nothing is due where nothing was expected; raises ``AssertionError`` otherwise."""
+        numbers = np.flatnonzero(running.counters.num_computed[running.columns] < self._idle_until[running.columns])
+        assert not self.due(Step.of(running, numbers)).numbers(), "growth: something is due earlier than expected"
 
     def due(self, step: Step) -> Due:
         """What a token more means to each."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from pdkv.core.blocks.boundaries import Boundaries
 from pdkv.core.blocks.groups import NO_DRAFTING, CrossGroup, Drafting, Granularity, Group
-from pdkv.core.blocks.growth import RunningGrowth, Step
+from pdkv.core.blocks.growth import RunningGrowth
 from pdkv.core.blocks.holders import Hit, Holder, no_hit
 from pdkv.core.blocks.kinds import index_for, kind_of
 from pdkv.core.blocks.kinds.base import Demand, Settings
@@ -251,8 +251,8 @@ class KVCacheManager(Owners):
         For requests that are past their prompt. Returns how many were served: all, or those before the first one that
         does not fit, for which nothing was done.
         """
-        step = Step.of(running, first, len(running) if count is None else first + count)
-        return self.growth.grow(step, lambda request: self.allocate_slots(request, 1) is not None)
+        last = len(running) if count is None else first + count
+        return self.growth.grow(running, first, last, lambda request: self.allocate_slots(request, 1) is not None)
 
     def grow_by(self, running: RunningSet, steps: int) -> None:
         """``steps`` times `grow_by_one` for all, who compute a token in between.

@@ -204,5 +204,6 @@ class RunningSet(Sequence[Request]):
             assert self.sequence[column] == request.sequence
             assert self.end[column] == request.end_tokens(self._manager.max_request_tokens)
             assert request.last_token == request.tokens[-1], f"{request.request_id}: its last token differs"
+        self._manager.growth.check(self)
         assert stops == self._stops, "running: stop tokens differ"
         assert not self.scheduled.any(), "running: something is scheduled between plans"

@@ -19,6 +19,7 @@ from pdkv.core.scheduler.request import Request
 from pdkv.units import cdiv
 
 EMPTY = np.empty(0, dtype=np.int32)
+NEVER = np.iinfo(np.int64).max  # more tokens than there are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +154,12 @@ class Kind:
         self, store: TableStore, rows: Int64Array, processed: Int64Array, prompt: Int64Array, ahead: int = 0
     ) -> BoolArray:
         """bool[n]: for which tables `drop_skipped` has something to do, once it has dropped ``ahead`` more blocks."""
-        return np.zeros(len(rows), dtype=np.bool_)
+        now: BoolArray = processed >= self.next_drop(store, rows, ahead)
+        return now
+
+    def next_drop(self, store: TableStore, rows: Int64Array, ahead: int = 0) -> Int64Array:
+        """int64[n]: how many tokens must be processed for that, at least."""
+        return np.full(len(rows), NEVER)
 
     # --------------------------------------------------------------------------------------------------- allocating
 

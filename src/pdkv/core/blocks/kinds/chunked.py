@@ -9,7 +9,7 @@ from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.kinds.base import JointIndex, Kind, Settings, unit_hashes
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.blocks.tables import TableStore
-from pdkv.core.ports import BoolArray, Int32Array, Int64Array
+from pdkv.core.ports import Int32Array, Int64Array
 from pdkv.units import cdiv
 
 
@@ -26,13 +26,10 @@ class ChunkedKind(Kind):
         """All chunks before that of the next token."""
         return computed // self._chunk * self._chunk
 
-    def may_drop(
-        self, store: TableStore, rows: Int64Array, processed: Int64Array, prompt: Int64Array, ahead: int = 0
-    ) -> BoolArray:
-        """Whether a chunk has ended in which one more block lies."""
-        ended = processed // self._chunk * self._chunk
-        left: BoolArray = ended >= (store.dropped[rows] + 1 + ahead) * self.block_size
-        return left
+    def next_drop(self, store: TableStore, rows: Int64Array, ahead: int = 0) -> Int64Array:
+        """At the end of the chunk in which one more block ends."""
+        ends = (store.dropped[rows] + 1 + ahead) * self.block_size
+        return -(-ends // self._chunk) * self._chunk
 
     def resident_blocks(self, tokens: int) -> int:
         """The blocks of one chunk, which need not begin where a block does."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from pdkv.core.blocks.groups import CrossGroup, ReferenceWindowGroup, RingGroup
 from pdkv.core.blocks.holders import GroupHold, Holder
-from pdkv.core.blocks.kinds.base import EMPTY, Demand, Kind, Settings
+from pdkv.core.blocks.kinds.base import EMPTY, NEVER, Demand, Kind, Settings
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.blocks.tables import NULL_BLOCK, TableStore
 from pdkv.core.ports import BoolArray, Int32Array, Int64Array
@@ -31,6 +31,10 @@ class ReferenceWindowKind(Kind):
         held = store.blocks[rows, stop - 1] != NULL_BLOCK
         wider: BoolArray = (stop > -(-prompt // self.block_size)) & held
         return wider
+
+    def next_drop(self, store: TableStore, rows: Int64Array, ahead: int = 0) -> Int64Array:
+        """At any time."""
+        return np.zeros(len(rows), dtype=np.int64)
 
     def drop_skipped(self, holder: Holder, processed: int, num_prompt: int) -> None:
         """The gap grows at its right end, so a null entry there says that all of it is gone already."""
@@ -78,7 +82,7 @@ class FixedKind(Kind):
 
     def capacity_tokens(self, lengths: Int64Array) -> Int64Array:
         """It never grows."""
-        return np.full(len(lengths), np.iinfo(np.int64).max)
+        return np.full(len(lengths), NEVER)
 
     def first_draft(self, hold: GroupHold, main: int) -> int:
         """None of it is for drafts."""

@@ -78,16 +78,13 @@ class StateKind(Kind):
             self.pool.give_back(hold.table.blank(entry, entry + 1), holder.account)
             hold.last_state = None
 
-    def may_drop(
-        self, store: TableStore, rows: Int64Array, processed: Int64Array, prompt: Int64Array, ahead: int = 0
-    ) -> BoolArray:
-        """Whether one more block's end has been passed, or that of the block which the last step started from."""
+    def next_drop(self, store: TableStore, rows: Int64Array, ahead: int = 0) -> Int64Array:
+        """When one more block's end has been passed, or that of the block which the last step started from."""
         entries = store.dropped[rows] + ahead
         if self._aligned:
             started = store.last_state[rows]
             entries = np.where(started >= 0, np.minimum(entries, started), entries)
-        passed: BoolArray = processed > (entries + 1) * self.block_size
-        return passed
+        return (entries + 1) * self.block_size + 1
 
     def capacity_tokens(self, lengths: Int64Array) -> Int64Array:
         """The drafts' blocks stand behind the running state's."""

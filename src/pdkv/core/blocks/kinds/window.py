@@ -28,12 +28,9 @@ class WindowKind(Kind):
         """All but the window of the next token (spec block-pool 6.2)."""
         return max(0, computed - self._kept)
 
-    def may_drop(
-        self, store: TableStore, rows: Int64Array, processed: Int64Array, prompt: Int64Array, ahead: int = 0
-    ) -> BoolArray:
-        """Whether the window has left one more block."""
-        left: BoolArray = processed >= (store.dropped[rows] + 1 + ahead) * self.block_size + self._kept
-        return left
+    def next_drop(self, store: TableStore, rows: Int64Array, ahead: int = 0) -> Int64Array:
+        """When the window has left one more block."""
+        return (store.dropped[rows] + 1 + ahead) * self.block_size + self._kept
 
     def resident_blocks(self, tokens: int) -> int:
         """The window's blocks, and the one it reaches into."""
