@@ -137,6 +137,8 @@ def _ranks(row: Row, settings: Settings) -> tuple[RankLog, ...]:
             values = row.get(per_rank) or ([row.get(single)] * count)
             setattr(rank, fact, _gib(values[index]))
         rank.available_kv = _gib(row.get("available_kv_gib_logged")) if index == 0 else None
+        given = row.get("kv_cache_memory_bytes_gib")
+        rank.reserved = _gib(given) if isinstance(given, float) else None
         ranks.append(rank)
     return tuple(ranks)
 
