@@ -279,6 +279,15 @@ def test_a_directory_is_explained_log_by_log(shared: Path) -> None:
     assert not answer.refused
 
 
+def test_every_real_log_that_was_sized_agrees_by_the_name_it_gives(shared: Path) -> None:
+    """No --model: 29 starts printed a capacity, and the catalogue knows them all."""
+    answer = explain_sources([str(shared / "field" / "logs")])
+    assert isinstance(answer, Directory)
+    sized = [start for start in answer.starts if start.observed["kv_cache_size_tokens"] is not None]
+    assert len(sized) == 29
+    assert [start.source for start in sized if start.agrees is not True] == []
+
+
 def test_sources_that_are_nothing(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ConfigError, match="none of its 1 files is a start-up log"):
