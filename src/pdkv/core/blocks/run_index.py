@@ -62,7 +62,7 @@ class _Run:
         low, high = 0, min(len(self) - position, len(hashes) - at)
         probe = high  # most of the time all of them
         while low < high:
-            if self.digest(position + probe - 1) == hashes[at + probe - 1]:
+            if self.digest(position + probe - 1) == hashes.item(at + probe - 1):
                 low = probe
             else:
                 high = probe - 1
@@ -113,7 +113,7 @@ class RunPrefixIndex:
         found: list[Int32Array] = []
         at = 0
         while at < len(hashes):
-            run = self._heads.get(hashes[at])
+            run = self._heads.get(hashes.item(at))
             if run is None:
                 break
             length = run.same(0, hashes, at)
