@@ -22,6 +22,8 @@ from pdkv.logs.metrics_text import Metrics, Sample
 from pdkv.plan.report import PlanReport, UsageFacts
 
 _INFO = "vllm:cache_config_info"
+# What a connector calls a side, and what pdkv's instances call themselves.
+_ROLES = {"kv_consumer": "decode", "kv_producer": "prefill"}
 _USAGE = "vllm:kv_cache_usage_perc"
 _MOST_PLAN_BYTES = 32 << 20
 _POLL_S = 0.02
@@ -114,10 +116,8 @@ def verify(plan: PlanReport, server: Server, *, probe: bool = False) -> Verifica
 def _engines(plan: PlanReport, metrics: Metrics) -> list[Sample]:
     """The engines that the plan is for: behind pdkv's router, those of its role."""
     infos = metrics.series(_INFO)
-    role = (
-        None if plan.decode is None else {"kv_consumer": "decode", "kv_producer": "prefill"}.get(plan.decode.role or "")
-    )
-    return [info for info in infos if role is not None and info.labels.get("role") == role] or infos
+    role = "" if plan.decode is None else _ROLES.get(plan.decode.role or "", "")
+    return [info for info in infos if role and info.labels.get("role") == role] or infos
 
 
 def _verdict(agrees: bool) -> Verdict:
