@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import compress, pairwise
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -178,10 +178,11 @@ class Ledger:
         if not np.count_nonzero(differ):
             return _Parts(blocks, [first], [blocks])
         # A table goes through few states, one stretch after the other: what is shared, what is full, its last block.
-        cuts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(blocks)]
-        if len(cuts) <= _MOST_STRETCHES:
-            stretches = list(pairwise(cuts))
-            return _Parts(blocks, [numbers.item(at) for at, _ in stretches], [blocks[at:end] for at, end in stretches])
+        lasts = [*(numbers[1:] != numbers[:-1]).nonzero()[0].tolist(), len(blocks) - 1]
+        if len(lasts) <= _MOST_STRETCHES:
+            firsts = [0, *(last + 1 for last in lasts[:-1])]
+            stretches = [blocks[first : last + 1] for first, last in zip(firsts, lasts, strict=True)]
+            return _Parts(blocks, [numbers.item(first) for first in firsts], stretches)
         met = np.flatnonzero(np.bincount(numbers)).tolist()
         return _Parts(blocks, met, [blocks[numbers == number] for number in met], numbers)
 

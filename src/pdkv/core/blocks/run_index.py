@@ -270,7 +270,7 @@ class RunPrefixIndex:
             numbers = self._place.take(blocks) >> _SHIFT
             self._place[blocks] = 0
             first = 0
-            for last in (*np.flatnonzero(numbers[1:] != numbers[:-1]).tolist(), len(blocks) - 1):
+            for last in (*(numbers[1:] != numbers[:-1]).nonzero()[0].tolist(), len(blocks) - 1):
                 self._lose(numbers.item(first), last + 1 - first)
                 first = last + 1
         if self._dead > self._most_dead:
