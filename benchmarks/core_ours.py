@@ -19,6 +19,7 @@ from core_work import (
     MILLION,
     WINDOW,
     Stopwatch,
+    churn,
     random_tokens,
 )
 
@@ -181,50 +182,7 @@ class Side:
 
     def churn(self, count: int) -> float:
         """Seconds in the manager for ``count`` requests of 2k prompt and 200 output in 20,000 blocks."""
-        manager, watch = make_engine(CHURN_BLOCKS).manager, Stopwatch()
-        waiting, running = self._arrivals(count), RunningSet(manager)
-        done, head = 0, next(waiting, None)
-        while done < count:
-            while head is not None and len(running) < DECODERS:
-                with watch:
-                    hit = manager.lookup(head)
-                    fits = manager.allocate_slots(
-                        head, CHURN_PROMPT - hit.tokens, hit=hit, full_sequence_must_fit=True, has_scheduled=True
-                    )
-                if fits is None:
-                    break
-                head.num_computed = CHURN_PROMPT
-                head.move_to(Status.RUNNING)
-                head.append(random_tokens(CHURN_OUTPUT, head.sequence))
-                head.extend_hashes(raw_sha256)
-                with watch:
-                    running.append(head)
-                head = next(waiting, None)
-            with watch:
-                done += self._churn_step(manager, running)
-        return watch.seconds
-
-    def _arrivals(self, count: int) -> Iterator[Request]:
-        for number in range(count):
-            yield self._request(random_tokens(CHURN_PROMPT, 1000 + number))
-
-    @staticmethod
-    def _churn_step(manager: KVCacheManager, running: RunningSet) -> int:
-        """One token for everybody; who does not fit makes the last one go, who is at its end goes. How many went."""
-        at, before = 0, len(running)
-        while at < len(running):
-            at += manager.grow_by_one(running, at)
-            if at < len(running):
-                last = running[-1]
-                running.remove(last)
-                manager.release(last.request_id)
-        computed = running.counters.num_computed
-        computed[running.columns] += 1
-        ended = np.flatnonzero(computed[running.columns] == CHURN_PROMPT + CHURN_OUTPUT)
-        for request in [running[number] for number in ended.tolist()]:
-            running.remove(request)
-            manager.release(request.request_id)
-        return before - len(running)
+        return churn(Churner(make_engine(CHURN_BLOCKS).manager, self._request), count)
 
     # ------------------------------------------------------------------------------------------------ a million tokens
 
@@ -266,6 +224,51 @@ class Side:
             "evict_and_allocate_ms": evict.seconds * 1e3,
         }  # fmt: skip
         return times, manager
+
+
+class Churner:
+    """`core_work.Churner` over `KVCacheManager`."""
+
+    def __init__(self, manager: KVCacheManager, request: Callable[[np.ndarray], Request]) -> None:
+        self.arrive = request
+        self._manager = manager
+        self._running = RunningSet(manager)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def admit(self, request: Request) -> bool:
+        hit = self._manager.lookup(request)
+        tokens = CHURN_PROMPT - hit.tokens
+        new = self._manager.allocate_slots(request, tokens, hit=hit, full_sequence_must_fit=True, has_scheduled=True)
+        return new is not None
+
+    def know_output(self, request: Request, tokens: np.ndarray) -> None:
+        request.num_computed = CHURN_PROMPT
+        request.move_to(Status.RUNNING)
+        request.append(tokens)
+        request.extend_hashes(raw_sha256)
+
+    def start(self, request: Request) -> None:
+        self._running.append(request)
+
+    def step(self) -> int:
+        running, at, before = self._running, 0, len(self._running)
+        while at < len(running):
+            at += self._manager.grow_by_one(running, at)
+            if at < len(running):
+                self._leave(running[-1])
+        computed = running.counters.num_computed
+        computed[running.columns] += 1
+        ended = np.flatnonzero(computed[running.columns] == CHURN_PROMPT + CHURN_OUTPUT)
+        for request in [running[number] for number in ended.tolist()]:
+            self._leave(request)
+        return before - len(running)
+
+    def _leave(self, request: Request) -> None:
+        self._running.remove(request)
+        self._manager.release(request.request_id)
 
 
 @contextmanager

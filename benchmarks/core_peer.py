@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
+import numpy as np
 import torch
 from core_work import (
     BLOCK,
@@ -28,6 +29,7 @@ from core_work import (
     MILLION,
     WINDOW,
     Stopwatch,
+    churn,
     random_tokens,
 )
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -195,55 +197,56 @@ class Side:
         return scheduler
 
     def churn(self, count: int) -> float:
-        manager, watch = make_manager(CHURN_BLOCKS), Stopwatch()
-        waiting = self._arrivals(count)
-        running: list[tuple[Request, int]] = []
-        done, head = 0, next(waiting, None)
-        while done < count:
-            while head is not None and len(running) < DECODERS:
-                with watch:
-                    blocks, hit_tokens, _ = manager.get_computed_blocks(head)
-                    fits = manager.allocate_slots(
-                        head, CHURN_PROMPT - hit_tokens, hit_tokens, blocks, full_sequence_must_fit=True,
-                        has_scheduled_reqs=True,
-                    )  # fmt: skip
-                if fits is None:
-                    break
-                head.num_computed_tokens = CHURN_PROMPT
-                head.status = RequestStatus.RUNNING
-                head.append_output_token_ids(random_tokens(CHURN_OUTPUT, self._sequence).tolist())
-                running.append((head, CHURN_PROMPT + CHURN_OUTPUT))
-                head = next(waiting, None)
-            with watch:
-                running, ended = self._churn_step(manager, running)
-            done += ended
-        return watch.seconds
+        return churn(Churner(make_manager(CHURN_BLOCKS), self._request), count)
 
-    def _arrivals(self, count: int) -> Iterator[Request]:
-        for number in range(count):
-            yield self._request(random_tokens(CHURN_PROMPT, 1000 + number).tolist())
 
-    @staticmethod
-    def _churn_step(
-        manager: KVCacheManager, running: list[tuple[Request, int]]
-    ) -> tuple[list[tuple[Request, int]], int]:
-        at, ended = 0, 0
-        while at < len(running):
-            request = running[at][0]
-            if manager.allocate_slots(request, 1) is not None:
+class Churner:
+    """`core_work.Churner` over vLLM's manager."""
+
+    def __init__(self, manager: KVCacheManager, request: Callable[[list[int]], Request]) -> None:
+        self._manager = manager
+        self._request = request
+        self._running: list[Request] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def arrive(self, prompt: np.ndarray) -> Request:
+        return self._request(prompt.tolist())
+
+    def admit(self, request: Request) -> bool:
+        blocks, hit_tokens, _ = self._manager.get_computed_blocks(request)
+        new = self._manager.allocate_slots(
+            request, CHURN_PROMPT - hit_tokens, hit_tokens, blocks, full_sequence_must_fit=True, has_scheduled_reqs=True
+        )
+        return new is not None
+
+    def know_output(self, request: Request, tokens: np.ndarray) -> None:
+        request.num_computed_tokens = CHURN_PROMPT
+        request.status = RequestStatus.RUNNING
+        request.append_output_token_ids(tokens.tolist())
+
+    def start(self, request: Request) -> None:
+        self._running.append(request)
+
+    def step(self) -> int:
+        at, before = 0, len(self._running)
+        while at < len(self._running):
+            request = self._running[at]
+            if self._manager.allocate_slots(request, 1) is not None:
                 request.num_computed_tokens += 1
                 at += 1
             else:
-                manager.free(running.pop()[0])
-                ended += 1
+                self._manager.free(self._running.pop())
         left = []
-        for request, end in running:
-            if request.num_computed_tokens < end:
-                left.append((request, end))
+        for request in self._running:
+            if request.num_computed_tokens < CHURN_PROMPT + CHURN_OUTPUT:
+                left.append(request)
             else:
-                manager.free(request)
-                ended += 1
-        return left, ended
+                self._manager.free(request)
+        self._running = left
+        return before - len(left)
 
 
 def main() -> None:
