@@ -28,8 +28,8 @@ class TableStore:
     dropped: Int64Array
     last_state: Int64Array
 
-    def __init__(self, rows: int = 1) -> None:
-        self.blocks: Int32Array = np.zeros((rows, 8), dtype=np.int32)
+    def __init__(self, rows: int = 1, width: int = 8) -> None:
+        self.blocks: Int32Array = np.zeros((rows, width), dtype=np.int32)
         numbers = np.zeros((4, rows), dtype=np.int64)
         numbers[3] = -1
         self._name(numbers)
@@ -100,7 +100,7 @@ class BlockTable:
 
     def unseat(self) -> None:
         """Move to a row of its own."""
-        self.seat(TableStore(), 0)
+        self.seat(TableStore(width=len(self)), 0)
 
     def __len__(self) -> int:
         return self.store.lengths.item(self.row)
