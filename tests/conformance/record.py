@@ -60,6 +60,7 @@ class StubConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.remote: dict[str, int] = {}  # what the producer still holds, by request
         self.started: list[Row] = []
+        self.divergent = False  # whether loads bring the state that a prefix hit lacks, as NIXL's do
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         external = max(self.remote.get(request.request_id, 0) - num_computed_tokens, 0)
@@ -85,6 +86,10 @@ class StubConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, None]:
         return False, None
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return self.divergent
 
     # the worker's side is never used
     def start_load_kv(self, *_: Any, **__: Any) -> None: ...
@@ -189,6 +194,7 @@ class Recorder:
         self.scheduler = make_scheduler(workload.config, directory)
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.connector: StubConnector = self.scheduler.connector
+        self.connector.divergent = workload.config.get("divergent_hits", False)
         self.hasher = get_request_block_hasher(workload.config["hash_block_size"], sha256)
         self.loads: dict[str, int] = {}  # reports still to come: request -> update after which it ends
         self.outstanding: list[tuple[int, Any, set[str]]] = []

@@ -194,7 +194,19 @@ def hybrid() -> Iterator[Workload]:
                **(states | {"state_block_size": 64, "num_blocks": 50}))  # fmt: skip
 
 
+def lagging_states() -> Iterator[Workload]:
+    """Loads that bring the state which a prefix hit lacks."""
+    states = {"kinds": ["full", "mamba"], "mamba_cache_mode": "align", "divergent_hits": True, "remote": 0.8}
+    for number, tight in enumerate((70, 36), start=38):
+        yield make(f"rm-{number}", "full attention hits deeper than states: loads bring the state", seed=number,
+                   count=24, shared=88, num_blocks=tight, aborts=0.1, fails=0.1, state_block_size=16,
+                   **states)  # fmt: skip
+    yield make("rm-40", "the same with blocks of 64 tokens and hashes of 16", seed=40, count=24, shared=150, fails=0.1,
+               num_blocks=44, hash_block_size=16, block_size=64, state_block_size=64, **states)  # fmt: skip
+
+
 def workloads() -> Iterator[Workload]:
     """All of them."""
     yield from uniform()
     yield from hybrid()
+    yield from lagging_states()

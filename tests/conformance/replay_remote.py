@@ -62,7 +62,9 @@ def engine_config(config: Row) -> EngineConfig:
         enable_prefix_caching=config["enable_caching"],
         priority_scheduling=config["policy"] == "priority",
         max_outstanding_plans=config["concurrent_batches"],
-        transfer=dataclasses.replace(VLLM, load_failure=config["load_failure"]),
+        transfer=dataclasses.replace(
+            VLLM, load_failure=config["load_failure"], loads_bring_states=config.get("divergent_hits", False)
+        ),
     )
 
 

@@ -29,6 +29,7 @@ class TransferPolicy:
     loaded_skips_watermark: bool  # a request whose KV has arrived is not held back by the watermark
     load_failure: str  # "recompute" | "fail"
     abort_frees_hits: bool = True  # an aborted load's own prefix hits come back at once: its READ does not touch them
+    loads_bring_states: bool = True  # a load may begin behind a prefix whose state is not here
     skipped_go_first: bool = True  # a request that ends first gives back what no token looks at, then the rest
     failure_frees_at_once: bool = True  # a failed load's blocks come back when it is reported, not when next looked at
 

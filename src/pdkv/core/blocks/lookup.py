@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pdkv.core.blocks.groups import FullGroup, is_cacheable
+from pdkv.core.blocks.groups import FullGroup, StateGroup, is_cacheable
 from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.holders import Hit
 from pdkv.core.blocks.kinds.base import EMPTY, JointIndex, Kind
@@ -81,6 +81,26 @@ class PrefixLookup:
             if settled or self._one_pass:
                 break
         return self._hit(tokens, longest)
+
+    @property
+    def states_may_lag(self) -> bool:
+        """Whether all groups are of full attention or states: the one state that matters can come with a load."""
+        kinds = [part.kind for part in self._parts]
+        return len(kinds) > 1 and self._parts[0].full and all(isinstance(k.spec, FullGroup | StateGroup) for k in kinds)
+
+    def find_for_load(self, hashes: HashChain, max_tokens: int) -> tuple[Hit, bool]:
+        """What full attention has, and whether a state is missing there, which a load must then bring.
+
+        Where a state lies deeper than full attention goes, that is of no use: then it is what all groups have.
+        """
+        for part in self._parts:
+            limit = self._beyond(part, max_tokens, hashes) if part.drops else max_tokens
+            part.blocks, part.tokens = part.kind.find(part.cached, hashes, limit, drop=part.drops)
+        tokens = self._parts[0].tokens
+        if any(part.tokens > tokens for part in self._parts):
+            return self.find(hashes, max_tokens), False
+        missing = any(part.tokens < tokens for part in self._parts)
+        return self._hit(tokens, 0), missing
 
     def _beyond(self, part: _Alike, candidate: int, hashes: HashChain) -> int:
         """Of several groups, one that loses the end of its hit may look that much further; a single one may not."""

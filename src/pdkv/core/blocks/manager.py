@@ -100,6 +100,17 @@ class KVCacheManager(Owners):
                     kind.note_hit(request, len(hit.blocks[kind.group]))
         return hit
 
+    def lookup_for_load(self, request: Request) -> tuple[Hit, bool]:
+        """`lookup` for a request whose rest a peer supplies, and whether only that makes the hit whole.
+
+        Of models of full attention and states the state that the request goes on from comes with the load, so a hit may
+        be as long as full attention's (spec block-pool 5, connector variant).
+        """
+        usable = self.pool.enable_caching and not request.new.skip_reading_prefix_cache
+        if not usable or not self._lookup.states_may_lag:
+            return self.lookup(request), False
+        return self._lookup.find_for_load(request.hashes, request.num_tokens - 1)
+
     def shorten(self, hit: Hit, tokens: int) -> Hit:
         """The part of ``hit`` before token ``tokens``, a multiple of every block size; states may be missing there."""
         blocks = tuple(hit.blocks[kind.group][: tokens // kind.block_size] for kind in self.kinds)

@@ -68,9 +68,14 @@ class Admitter:
         if request.new.produce and not self._may_produce(request, running):
             request.wait_cause = "leases pin their share of the pool (--max-leased-fraction)"
             return Admission(Verdict.SKIP)
-        hit = self._manager.lookup(request)
-        request.shared_boundary = hit.boundary
+        if request.source is not None and self._config.transfer.loads_bring_states:
+            hit, lacks_state = self._manager.lookup_for_load(request)
+        else:
+            hit, lacks_state = self._manager.lookup(request), False
         hit, external = self._external(request, hit)
+        if lacks_state and not external:
+            hit = self._manager.lookup(request)
+        request.shared_boundary = hit.boundary
         if external == 0:
             return self._compute(request, budget, running, hit=hit, alone=alone, rows=rows)
         return self._load(request, hit, external, running, holding)
