@@ -130,12 +130,12 @@ def test_windows_are_padded_to_the_shared_page() -> None:
 
 
 def test_block_sizes_are_reckoned_with_the_heads_of_the_whole_model() -> None:
-    """Also where the layers that are raised have others (Gemma 4's global layers)."""
+    """The largest ones, also where the layers that are raised have others (Gemma 4's global layers)."""
     gemma = {"head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
     settings = {"kv_cache_dtype": "turboquant_3bit_nc", "skip_layers": ("0",)}
     model = spec_from_config(WINDOWED | gemma, name="m")
-    assert model.heads == (8, 256)
-    assert build(WINDOWED | gemma, **settings).block_size == build(LLAMA | {"head_dim": 256}, **settings).block_size
+    assert model.heads == (8, 512)
+    assert build(WINDOWED | gemma, **settings).block_size == build(LLAMA | {"head_dim": 512}, **settings).block_size
 
 
 def test_skip_layers_without_a_difference_change_nothing() -> None:

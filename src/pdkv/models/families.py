@@ -201,7 +201,10 @@ def _model_heads(text: Config, name: str) -> tuple[int, int] | None:
         or isinstance(first(text, KV_HEADS), list)
     ):
         return None
-    return _kv_heads(text, 0, heads, name), _head_dim(text, heads, name)
+    if text.get("kv_lora_rank") is not None:  # expanded: transformers calls the rotated part the head size
+        return _kv_heads(text, 0, heads, name), positive(text, ("qk_rope_head_dim",), name)
+    # Where kinds of layers differ in head size, vLLM takes the largest.
+    return _kv_heads(text, 0, heads, name), max(_head_dim(text, heads, name), text.get("global_head_dim") or 0)
 
 
 def _heads(text: Config, index: int, reach: Reach, name: str) -> _Heads | None:
