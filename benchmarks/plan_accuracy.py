@@ -165,7 +165,7 @@ def _model(name: str, folders: list[Path]) -> tuple[PlannedModel, str]:
 def _planned(config: dict[str, Any], name: str) -> PlannedModel:
     if "quantization_config" not in config and (section := _published_format(name)) is not None:
         config = {**config, "quantization_config": section}
-    return PlannedModel(spec_from_config(config, name=name), None, config)
+    return PlannedModel(spec_from_config(config, name=name), config)
 
 
 def _published_format(name: str) -> dict[str, Any] | None:

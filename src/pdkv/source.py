@@ -18,14 +18,13 @@ _MODELOPT = "hf_quant_config.json"
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A model to size; ``params`` is its parameter count where the catalogue knows it.
+    """A model to size.
 
     ``config`` is what the spec was read from; ``directory`` is where its weight files may be (``None``: only a config).
     ``memo`` keeps what a plan derives from them, for the next one.
     """
 
     spec: ModelSpec
-    params: int | None
     config: Mapping[str, Any] = field(default_factory=dict)
     directory: Path | None = None
     memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -41,7 +40,7 @@ def find_spec(ref: str, overrides: Mapping[str, Any] | None = None) -> PlannedMo
     known = find_model(ref)
     if known is not None:
         config = _overridden(known.config, overrides)
-        return PlannedModel(spec_from_config(config, name=known.name), None, config)
+        return PlannedModel(spec_from_config(config, name=known.name), config)
     config_path, there = _config_path(ref)
     if config_path is None:
         near = similar_names(ref)
@@ -57,7 +56,7 @@ def find_spec(ref: str, overrides: Mapping[str, Any] | None = None) -> PlannedMo
         config["quantization_config"] = {"quant_method": "modelopt", **_read(beside)}
     whole = config_path.name == "config.json"
     name = config_path.resolve().parent.name if whole else config_path.stem
-    return PlannedModel(spec_from_config(config, name=name), None, config, config_path.parent if whole else None)
+    return PlannedModel(spec_from_config(config, name=name), config, config_path.parent if whole else None)
 
 
 def _config_path(ref: str) -> tuple[Path | None, str]:

@@ -41,4 +41,4 @@ CONFIGS = {"dense": DENSE, "windowed": WINDOWED, "latent": LATENT, "states": STA
 def planned(name: str, **changes: Any) -> PlannedModel:
     """The model called ``name`` here, with fields of its config replaced."""
     config = CONFIGS[name] | changes
-    return PlannedModel(spec_from_config(config, name=name), None, config)
+    return PlannedModel(spec_from_config(config, name=name), config)

@@ -37,7 +37,7 @@ LLAMA: dict[str, Any] = {
 
 
 def model(config: dict[str, Any] = LLAMA, name: str = "llama-3.1-8b") -> PlannedModel:
-    return PlannedModel(spec_from_config(config, name=name), None, config)
+    return PlannedModel(spec_from_config(config, name=name), config)
 
 
 # What the H100 logs of Llama-3.1-8B print (field rows L032 to L037: vLLM 0.19, 8,192 batched tokens, 1,024 requests).

@@ -47,7 +47,7 @@ def test_the_planner_gives_the_recorded_numbers(row: dict[str, Any]) -> None:
         tensor_parallel_size=given["tp"],
         pipeline_parallel_size=given["pp"],
     )
-    report = make_plan(PlannedModel(spec_from_config(row["config"], name=row["model"]), None), options)
+    report = make_plan(PlannedModel(spec_from_config(row["config"], name=row["model"])), options)
     assert report.capacity.num_blocks == expected["num_blocks"]
     assert report.capacity.kv_cache_size_tokens == expected["kv_tokens"]
     assert report.capacity.max_concurrency == expected["max_concurrency"]
@@ -57,7 +57,7 @@ def test_the_planner_gives_the_recorded_numbers(row: dict[str, Any]) -> None:
     if given["attention_backend"] in ("FLASH_ATTN", "FLASHMLA", "FLASHMLA_SPARSE"):
         assert (
             make_plan(
-                PlannedModel(spec_from_config(row["config"], name=row["model"]), None),
+                PlannedModel(spec_from_config(row["config"], name=row["model"])),
                 PlanOptions(
                     **{name: getattr(options, name) for name in options.__slots__ if name != "attention_backend"}
                 ),

@@ -175,7 +175,7 @@ def test_smollm2_from_the_catalogue() -> None:
 
 def test_auto_dtype_halves_a_32_bit_checkpoint() -> None:
     for dtype, said in (("float32", "is in float32"), (None, "does not say")):
-        model = PlannedModel(replace(find_spec("smollm2").spec, dtype=dtype), params=None)
+        model = PlannedModel(replace(find_spec("smollm2").spec, dtype=dtype))
         report = make_plan(model, PlanOptions(kv_cache_memory_bytes=GIB))
         assert report.kv.dtype == "bfloat16"
         assert any(said in warning for warning in report.warnings)

@@ -74,9 +74,8 @@ def weights_facts(model: PlannedModel, options: PlanOptions) -> dict[str, int | 
     try:
         weights = plan_weights(model, options)
     except ConfigError:
-        return {"params": model.params, "weights_bytes": None}
-    params = weights.params if model.params is None else model.params
-    return {"params": params, "weights_bytes": weights.total_bytes(options.model_dtype(model.spec))}
+        return {"params": None, "weights_bytes": None}
+    return {"params": weights.params, "weights_bytes": weights.total_bytes(options.model_dtype(model.spec))}
 
 
 def device_memory(options: PlanOptions, calibration: Calibration | None = None) -> tuple[int, Gpu | None]:
