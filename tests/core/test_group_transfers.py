@@ -28,7 +28,7 @@ from pdkv.core.ports import (
     Abort,
     Event,
     Finished,
-    FromPeer,
+    FromConsumer,
     Grant,
     InboxItem,
     LoadFinished,
@@ -149,7 +149,7 @@ def test_a_consumer_goes_on_where_the_producer_stopped(
                 inbox.append(Abort(loading[0]))
             plan = consumer.step(now, inbox)
             for message in plan.messages:
-                producer.step(now, [FromPeer(message.message, now)])
+                producer.step(now, [FromConsumer(message.message, now)])
             inbox = list(move(plan, producer, consumer, slots))
             if now > 30 and not consumer.engine.requests and not inbox:
                 break

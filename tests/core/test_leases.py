@@ -15,7 +15,7 @@ from pdkv.core.ports import (
     Event,
     Finished,
     FinishReason,
-    FromPeer,
+    FromConsumer,
     Grant,
     Heartbeat,
     InboxItem,
@@ -36,8 +36,8 @@ def produce(engine: Engine, name: str = "p", length: int = 10, now_ns: int = 0, 
     return outcome.lease
 
 
-def beat(lease: Grant, at_s: float) -> FromPeer:
-    return FromPeer(Heartbeat((lease.token,)), int(at_s * NS))
+def beat(lease: Grant, at_s: float) -> FromConsumer:
+    return FromConsumer(Heartbeat((lease.token,)), int(at_s * NS))
 
 
 def released(events: tuple[Event, ...]) -> list[bool]:
@@ -45,7 +45,7 @@ def released(events: tuple[Event, ...]) -> list[bool]:
     return [event.expired for event in events if isinstance(event, LeaseReleased)]
 
 
-def freed_at(engine: Engine, messages: list[tuple[float, FromPeer]], until_s: int = 200) -> tuple[float, bool]:
+def freed_at(engine: Engine, messages: list[tuple[float, FromConsumer]], until_s: int = 200) -> tuple[float, bool]:
     """Step at every message and at every deadline; when the lease went, and whether it had expired."""
     times = sorted({*(at for at, _ in messages)})
     while True:
@@ -63,7 +63,7 @@ def freed_at(engine: Engine, messages: list[tuple[float, FromPeer]], until_s: in
 def test_d_admits_at_2_read_done_at_2_4() -> None:
     engine = make_engine()
     lease = produce(engine)
-    assert freed_at(engine, [(1, beat(lease, 1)), (2.4, FromPeer(Done(lease.token, "D"), 0))]) == (2.4, False)
+    assert freed_at(engine, [(1, beat(lease, 1)), (2.4, FromConsumer(Done(lease.token, "D"), 0))]) == (2.4, False)
     assert_all_free(engine)
 
 
@@ -80,7 +80,7 @@ def test_d_queued_100_s() -> None:
         holder = next(iter(engine.memory().holders))
         assert (holder.account, holder.blocks, holder.deadline_ns) == ("retained", 3, deadlines[-1])
     assert [deadline // NS for deadline in deadlines] == [30, 30, *range(33, 119, 5)]
-    assert freed_at(engine, [(101, FromPeer(Done(lease.token, "D"), 0))]) == (101, False)
+    assert freed_at(engine, [(101, FromConsumer(Done(lease.token, "D"), 0))]) == (101, False)
 
 
 def test_d_crashes_right_after_beat_28() -> None:
@@ -116,14 +116,14 @@ def test_lost_doubled_and_foreign_hints() -> None:
     engine = make_engine()
     lease = produce(engine)
     other = produce(engine, "q")
-    foreign = FromPeer(Done(b"x" * 16, "D"), 0)
-    done = FromPeer(Done(lease.token, "D"), 0)
-    _, events = step(engine, NS, [foreign, FromPeer(Heartbeat((b"y" * 16, other.token)), NS), done, done])
+    foreign = FromConsumer(Done(b"x" * 16, "D"), 0)
+    done = FromConsumer(Done(lease.token, "D"), 0)
+    _, events = step(engine, NS, [foreign, FromConsumer(Heartbeat((b"y" * 16, other.token)), NS), done, done])
     assert released(events) == [False]
     _, events = step(engine, NS, [done, beat(lease, 1)])
     assert events == ()
     assert engine.memory().accounts["retained"] == 3
-    _, events = step(engine, NS, [FromPeer(Done(other.token, "D"), 0)])
+    _, events = step(engine, NS, [FromConsumer(Done(other.token, "D"), 0)])
     assert released(events) == [False]
 
 
@@ -206,7 +206,7 @@ def test_leases_pin_at_most_their_share() -> None:
     plan, _ = step(engine, 0, [new_request("c", 4, 1, produce=True), new_request("local", 4, 2)])
     assert plan.batch.request_ids == ("local",)  # others are not held up
     assert "max-leased-fraction" in engine.requests["c"].wait_cause
-    plan, _ = step(engine, NS, [FromPeer(Done(first.token, "D"), NS)])
+    plan, _ = step(engine, NS, [FromConsumer(Done(first.token, "D"), NS)])
     assert "c" in plan.batch.request_ids
 
 
@@ -226,7 +226,7 @@ def test_without_a_free_slot_nobody_waits_for_ever() -> None:
     lease = produce(engine)
     plan, _ = step(engine, 0, [new_request("next", 8, 1, produce=True)])
     assert len(plan.batch) == 0
-    plan, events = step(engine, 1, [FromPeer(Done(lease.token, "D"), 1)])
+    plan, events = step(engine, 1, [FromConsumer(Done(lease.token, "D"), 1)])
     assert any(isinstance(event, Finished) and event.lease is not None for event in events)
 
 
@@ -248,7 +248,7 @@ def test_prefills_under_way_have_their_slots_kept() -> None:
     assert plan.batch.request_ids == ("a",)
     lease = next(event.lease for event in events if isinstance(event, Finished))
     assert lease is not None
-    _, events = step(engine, 1, [FromPeer(Done(lease.token, "D"), 1)])
+    _, events = step(engine, 1, [FromConsumer(Done(lease.token, "D"), 1)])
     assert [event.lease is not None for event in events if isinstance(event, Finished)] == [True]
 
 
@@ -278,7 +278,7 @@ def test_no_prefill_for_a_peer_passes_one_that_waits_for_its_share() -> None:
         small = NewRequest(
             request_id=f"s{number}", prompt=np.arange(160, dtype=np.int32) + 1000 * number, max_tokens=1, produce=True
         )
-        ended = [FromPeer(Done(token, "d"), now) for at, token in leases if at <= now]
+        ended = [FromConsumer(Done(token, "d"), now) for at, token in leases if at <= now]
         leases = [(at, token) for at, token in leases if at > now]
         go([*([big] if number == 1 else []), small, *ended])
     assert "big" in done

@@ -15,7 +15,7 @@ import pytest
 import zmq
 from benchmarks.transfer_half import FACTS, Half
 
-from pdkv.core.ports import Done, FromPeer, Heartbeat, Keepalive, Peer, ReadEnded, RemoteSource, SendMessage
+from pdkv.core.ports import Done, FromConsumer, Heartbeat, Keepalive, Peer, ReadEnded, RemoteSource, SendMessage
 from pdkv.core.transfer.proof import proof_key
 from pdkv.errors import ConfigError
 from pdkv.runtime import peers as peers_module
@@ -141,7 +141,7 @@ def test_a_read_tells_the_producer_that_it_begins(pair: tuple[Half, Half]) -> No
     producer, consumer = pair
     source = producer.grant((1, 2), lease_id=77, slot=11)
     assert consumer.read(source, (4, 5)).error is None
-    while producer.wait(FromPeer).message != Heartbeat((source.grant.token,)):
+    while producer.wait(FromConsumer).message != Heartbeat((source.grant.token,)):
         pass
 
 
@@ -179,7 +179,7 @@ def test_done_reaches_the_producer(pair: tuple[Half, Half]) -> None:
     producer, consumer = pair
     done = Done(b"d" * 16, "consumer")
     consumer.submit(messages=(SendMessage(producer.peer, done),))
-    while (item := producer.wait(FromPeer)).message != done:
+    while (item := producer.wait(FromConsumer)).message != done:
         pass
     assert abs(time.monotonic_ns() - item.received_ns) < 30 * 10**9
 
@@ -268,7 +268,7 @@ def test_heartbeats_arrive_while_the_engine_computes_and_until_the_set_is_empty(
         busy.start()
         tokens = (b"a" * 16, b"b" * 16)
         consumer.keep(producer.peer, *tokens)
-        beats = [producer.wait(FromPeer) for _ in range(4)]
+        beats = [producer.wait(FromConsumer) for _ in range(4)]
         assert all(beat.message == Heartbeat(tokens) for beat in beats)
         assert beats[-1].received_ns > beats[0].received_ns
         stop.set()
@@ -276,7 +276,7 @@ def test_heartbeats_arrive_while_the_engine_computes_and_until_the_set_is_empty(
         assert consumer.control.stats().heartbeats_sent >= 4
         consumer.keep(producer.peer)
         consumer.submit(messages=(SendMessage(producer.peer, Done(b"e" * 16, "c")),))
-        while producer.wait(FromPeer).message != Done(b"e" * 16, "c"):
+        while producer.wait(FromConsumer).message != Done(b"e" * 16, "c"):
             pass
         sent = consumer.control.stats().heartbeats_sent
         time.sleep(0.3)
@@ -293,15 +293,15 @@ def test_only_the_peers_of_the_last_set_get_heartbeats() -> None:
     try:
         tokens = (b"a" * 16,)
         consumer.submit(keepalives=(Keepalive(producer.peer, tokens), Keepalive(other.peer, tokens)))
-        producer.wait(FromPeer)
-        other.wait(FromPeer)
+        producer.wait(FromConsumer)
+        other.wait(FromConsumer)
         consumer.keep(other.peer, b"b" * 16)
-        while other.wait(FromPeer).message != Heartbeat((b"b" * 16,)):
+        while other.wait(FromConsumer).message != Heartbeat((b"b" * 16,)):
             pass
         while not producer.inbox.empty():
             producer.inbox.get()
         for _ in range(3):
-            other.wait(FromPeer)
+            other.wait(FromConsumer)
         assert producer.inbox.empty()
     finally:
         consumer.close()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from benchmarks.transfer_half import Half
 
-from pdkv.core.ports import FromPeer, MoverRestarted
+from pdkv.core.ports import FromConsumer, MoverRestarted
 from pdkv.errors import FenceLost
 from pdkv.runtime import mover_thread
 from pdkv.runtime.mover_thread import MoverThread
@@ -128,7 +128,7 @@ def test_a_stuck_mover_stops_the_instance_and_keeps_the_memory(
     producer.fill(1)
     source = producer.grant((1, 2))
     consumer.keep(producer.peer, source.grant.token)
-    producer.wait(FromPeer)
+    producer.wait(FromConsumer)
     consumer.post(source, (4, 5))
     assert made[0].entered.wait(10)
     consumer.submit(restart_mover=True)

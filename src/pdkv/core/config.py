@@ -94,6 +94,7 @@ class EngineConfig:
     speculation: Speculation | None = None
     transfer: TransferPolicy = field(default=STRICT)
     kv_load_timeout_ns: int = 60 * NS_PER_S
+    push_registration_timeout_ns: int = 480 * NS_PER_S
     fence_timeout_ns: int = 10 * NS_PER_S
     lease_ns: int = 30 * NS_PER_S
     max_leased_fraction: float = 0.8

@@ -22,7 +22,9 @@ from pdkv.core.ports import (
     Decline,
     Done,
     Event,
-    FromPeer,
+    FromConsumer,
+    FromProducer,
+    Gone,
     Heartbeat,
     InboxItem,
     Int32Array,
@@ -32,6 +34,9 @@ from pdkv.core.ports import (
     Outputs,
     Plan,
     ReadEnded,
+    Register,
+    RemoteSource,
+    Withdraw,
 )
 from pdkv.core.scheduler.request import Request, Status
 from pdkv.core.scheduler.running import PlanRows
@@ -39,6 +44,8 @@ from pdkv.core.scheduler.scheduler import Scheduler
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.lease import LeaseSlots, SlotArray
 from pdkv.core.transfer.producer import Producer
+from pdkv.core.transfer.proof import digest_tokens
+from pdkv.core.transfer.rendezvous import Announcements
 from pdkv.errors import BadRequest, BlocksInUse, DoesNotFit
 
 
@@ -88,7 +95,8 @@ class Engine:
                 config.kv_metrics_sample, identity.nonce, lambda: self._journal.now_ns
             )
         lease_slots = LeaseSlots(slots, nonce=identity.nonce, secret=identity.secret)
-        self.producer = Producer(config, self.manager, lease_slots, self._journal)
+        announcements = Announcements(config, identity.engine_id, self._journal)
+        self.producer = Producer(config, self.manager, lease_slots, announcements, self._journal)
         self.consumer = Consumer(config, identity.engine_id, self.manager, self._journal)
         self.scheduler = Scheduler(config, self.manager, self.producer, self.consumer, self._journal, hash_function)
         self.hash_function = hash_function
@@ -124,17 +132,16 @@ class Engine:
                 f"the prompt needs {needed} blocks of {self.config.block_size} tokens; the whole pool has {usable}. "
                 "Shorten the prompt or give the instance more KV memory (--kv-cache-memory-bytes)"
             )
-        if (new.source is not None or new.produce) and self.manager.most_encoder_tokens:
+        if (new.source is not None or new.awaited is not None or new.produce) and self.manager.most_encoder_tokens:
             raise BadRequest(
                 "this instance's model attends to what an encoder put out, which is not transferred between instances. "
                 "Send the request without kv_transfer_params"
             )
         if new.source is not None:
-            self._validate_source(new)
+            self._validate_source(new, new.source)
 
-    def _validate_source(self, new: NewRequest) -> None:
-        assert new.source is not None
-        grant, most = new.source.grant, len(new.prompt) - self.manager.leaves_last_token
+    def _validate_source(self, new: NewRequest, source: RemoteSource) -> None:
+        grant, most = source.grant, len(new.prompt) - self.manager.leaves_last_token
         counts = grant.group_blocks or (len(grant.block_ids),)
         expected = tuple(stop - first for first, stop in self.manager.peer_spans(grant.num_tokens))
         if not 1 <= grant.num_tokens <= most or counts != expected or len(grant.block_ids) != sum(expected):
@@ -162,6 +169,7 @@ class Engine:
             reads=self.consumer.take_reads(),
             cancels=self.consumer.take_cancels(),
             messages=self.consumer.take_messages(),
+            replies=self.producer.announcements.take_replies(),
             keepalives=self.consumer.keepalives(),
             restart_mover=self.consumer.take_restart(),
             next_deadline_ns=now_ns if self.scheduler.owes_a_step and not len(rows) else self.next_deadline_ns(),
@@ -279,16 +287,50 @@ class Engine:
                     del self.requests[item.request_id]
             case Decline():
                 self.consumer.decline(item.source)
-            case FromPeer(message=Heartbeat() as beat):
-                self.producer.on_heartbeat(beat, item.received_ns)
-            case FromPeer(message=Done() as done):
-                self.producer.on_done(done)
+            case FromConsumer():
+                self._on_consumer(item)
+            case FromProducer():
+                self._on_producer(item)
             case ReadEnded():
                 ended = self.consumer.on_read_ended(item)
                 if ended is not None:
                     self.scheduler.load_ended(*ended)
             case MoverRestarted():
                 self.consumer.on_mover_restarted(item.handles)
+
+    def _on_consumer(self, item: FromConsumer) -> None:
+        match item.message:
+            case Heartbeat():
+                self.producer.on_heartbeat(item.message, item.received_ns)
+            case Done():
+                self.producer.on_done(item.message)
+            case Register():
+                self.producer.announcements.on_register(item.message, item.origin)
+            case Withdraw():
+                self.producer.on_withdraw(item.message)
+
+    def _on_producer(self, item: FromProducer) -> None:
+        request = self.consumer.waits.find(item.message.transfer_id, item.peer.engine_id)
+        if request is None:  # an answer too many: it has been announced, has ended, or was never asked for
+            return
+        if isinstance(item.message, Gone):
+            self.consumer.waits.drop(request, tell=False)
+            self.scheduler.announcement_failed(request, item.message.reason)
+            return
+        source = RemoteSource(
+            peer=item.peer,
+            request_id=item.message.request_id,
+            grant=item.message.grant,
+            prompt_digest=digest_tokens(request.new.prompt[: item.message.grant.num_tokens]),
+        )
+        try:
+            self._validate_source(request.new, source)
+        except BadRequest as error:
+            self.consumer.waits.drop(request, tell=True)
+            self.scheduler.announcement_failed(request, str(error))
+            return
+        self.scheduler.blocked_by = None
+        self.consumer.announced(request, source)
 
     def _add(self, new: NewRequest) -> None:
         self.validate(new)
@@ -314,6 +356,10 @@ class Engine:
             cause = f"not there {seconds} s after its READ was posted (--kv-load-timeout)"
             self.consumer.abandon(request, cause)
             self.scheduler.load_ended(request, cause)
+        for request in self.consumer.waits.overdue():
+            self.consumer.waits.drop(request, tell=True)
+            seconds = self.config.push_registration_timeout_ns // 1_000_000_000
+            self.scheduler.announcement_failed(request, f"not announced within {seconds} s of its arrival")
         self.scheduler.give_back_overdue()
         self.consumer.sweep()
 

@@ -71,6 +71,16 @@ class RemoteSource(msgspec.Struct, frozen=True, kw_only=True):
     prompt_digest: bytes = b""
 
 
+class Awaited(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt's KV that ``peer`` is to compute, or has computed, under ``transfer_id`` (push mode).
+
+    The router draws the id, unguessable and new for each attempt, and gives it to both sides.
+    """
+
+    peer: Peer
+    transfer_id: str
+
+
 # --------------------------------------------------------------------------------------------------------- inbox
 
 
@@ -84,8 +94,9 @@ class NewRequest:
     the blocks it hits in the KV events once more. ``encoder_tokens`` are those that an encoder puts out for it (models
     with cross attention).
 
-    ``produce`` keeps the KV under a lease when the request finishes (P's leg: ``do_remote_decode``); ``source`` says
-    where the prompt's KV already is (D's leg: ``do_remote_prefill``).
+    ``produce`` keeps the KV under a lease when the request finishes (P's leg: ``do_remote_decode``), and announces that
+    under ``transfer_id`` if it has one; ``source`` says where the prompt's KV already is (D's leg:
+    ``do_remote_prefill``), ``awaited`` who will announce it.
     """
 
     request_id: str
@@ -102,7 +113,9 @@ class NewRequest:
     report_hits: bool = False
     encoder_tokens: int = 0
     produce: bool = False
+    transfer_id: str | None = None
     source: RemoteSource | None = None
+    awaited: Awaited | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +146,56 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     consumer: str
 
 
-PeerMessage = Heartbeat | Done
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """A consumer waits for what ``producer`` computes under this id (push). Repeated until it is answered."""
+
+    transfer_id: str
+    producer: str
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+    """A consumer no longer waits for this id. A hint: unknown ids are ignored."""
+
+    transfer_id: str
+
+
+class Announce(msgspec.Struct, frozen=True, tag="announce"):
+    """The prefill under this id has finished: its KV is kept under ``grant`` (to a registered consumer)."""
+
+    transfer_id: str
+    request_id: str
+    grant: Grant
+
+
+class Gone(msgspec.Struct, frozen=True, tag="gone"):
+    """Nothing will come, or stands any more, under this id (to a registered consumer)."""
+
+    transfer_id: str
+    reason: str
+
+
+ToProducer = Heartbeat | Done | Register | Withdraw
+ToConsumer = Announce | Gone
 
 
 @dataclass(frozen=True, slots=True)
-class FromPeer:
-    """A peer message with the time it was received at (not the time the engine got round to it)."""
+class FromConsumer:
+    """A message to the producer here, and the time it was received at (not when the engine got round to it).
 
-    message: PeerMessage
+    ``origin`` names the connection that it came by: replies go there.
+    """
+
+    message: ToProducer
     received_ns: int
+    origin: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class FromProducer:
+    """What ``peer``, and nobody else, has answered."""
+
+    message: ToConsumer
+    peer: Peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +223,7 @@ class MoverRestarted:
     handles: tuple[int, ...]
 
 
-InboxItem = NewRequest | Abort | Decline | FromPeer | ReadEnded | MoverRestarted
+InboxItem = NewRequest | Abort | Decline | FromConsumer | FromProducer | ReadEnded | MoverRestarted
 
 
 # ---------------------------------------------------------------------------------------------------------- plan
@@ -220,10 +274,18 @@ class PostRead:
 
 @dataclass(frozen=True, slots=True)
 class SendMessage:
-    """Tell a peer; lost messages are allowed for (hints only)."""
+    """Tell a producer; lost messages are allowed for."""
 
     peer: Peer
-    message: PeerMessage
+    message: ToProducer
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Tell a consumer, by the connection that it registered on; lost ones are allowed for."""
+
+    origin: bytes
+    message: ToConsumer
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +309,7 @@ class Plan:
     reads: tuple[PostRead, ...] = ()
     cancels: tuple[int, ...] = ()
     messages: tuple[SendMessage, ...] = ()
+    replies: tuple[Reply, ...] = ()
     keepalives: tuple[Keepalive, ...] = ()
     restart_mover: bool = False
     next_deadline_ns: int | None = None

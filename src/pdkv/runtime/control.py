@@ -16,7 +16,7 @@ from concurrent.futures import Future
 
 import zmq
 
-from pdkv.core.ports import Done, FromPeer, Heartbeat, InboxItem, Keepalive, Plan
+from pdkv.core.ports import FromConsumer, FromProducer, Heartbeat, InboxItem, Keepalive, Plan, Reply, ToProducer
 from pdkv.errors import ConfigError, FenceLost
 from pdkv.runtime.doorkeeper import Doorkeeper, PeerIdentity, TransferMemory
 from pdkv.runtime.mover_host import MoverHost, MoverKind
@@ -28,9 +28,11 @@ from pdkv.runtime.transports.shm import CPU_ONLY
 from pdkv.runtime.wire import (
     MAX_FRAME_BYTES,
     WIRE_VERSION,
+    Answer,
     BadFrame,
     Hello,
     MemoryKind,
+    Question,
     Refused,
     decode_question,
     encode,
@@ -276,7 +278,8 @@ class Control:
             self._answer_turn(router)
         for link in links:
             if link.socket in ready:
-                self._peers.hear(link, _FRAMES_PER_TURN, self._now_ns())
+                for told in self._peers.hear(link, _FRAMES_PER_TURN, self._now_ns()):
+                    self._deliver(FromProducer(told, link.peer))
             if link.monitor in ready and link.connection_lost():
                 self._peers.lost(link)
         now_ns = self._now_ns()
@@ -291,6 +294,7 @@ class Control:
         now_ns = self._now_ns()
         self._reader.take(plan, now_ns)
         self._peers.send(plan.messages, now_ns)
+        self._reply(plan.replies)
         self._peers.keep_alive(plan.keepalives, now_ns)
 
     def _wait_ms(self) -> int:
@@ -332,14 +336,22 @@ class Control:
                 continue
             self._answer(parts[0], question)
 
-    def _answer(self, sender: bytes, question: Hello | Heartbeat | Done) -> None:
+    def _answer(self, sender: bytes, question: Question) -> None:
         now_ns = self._now_ns()
         answer = self._doorkeeper.answer(question)
         self._stats.refusals += isinstance(answer, Refused)
-        if isinstance(answer, (Heartbeat, Done)):
+        if isinstance(answer, ToProducer):
             self._stats.heartbeats_received += isinstance(answer, Heartbeat)
-            self._deliver(FromPeer(answer, now_ns))
-            return
+            self._deliver(FromConsumer(answer, now_ns, sender))
+        else:
+            self._send_answer(sender, answer)
+
+    def _reply(self, replies: tuple[Reply, ...]) -> None:
+        """To consumers that have registered; one whose connection is gone registers again."""
+        for reply in replies:
+            self._send_answer(reply.origin, reply.message)
+
+    def _send_answer(self, sender: bytes, answer: Answer) -> None:
         try:
             self._router.send_multipart([sender, encode(answer)], zmq.DONTWAIT)
         except (zmq.ZMQError, BadFrame) as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdkv.core.engine import Identity
-from pdkv.core.ports import Done, Heartbeat, PeerMessage
+from pdkv.core.ports import Heartbeat, ToProducer
 from pdkv.core.transfer.proof import proof_key
 from pdkv.runtime.device_memory import DeviceMemory
 from pdkv.runtime.shared_memory import SharedMemory
@@ -71,8 +71,8 @@ class Doorkeeper:
     _readers_until_ns: int | None = None
     _look_at_ns: int = 0
 
-    def answer(self, question: Question) -> Answer | PeerMessage:
-        """The reply to send back, or the hint itself when it is one for the engine."""
+    def answer(self, question: Question) -> Answer | ToProducer:
+        """The reply to send back, or the message itself when it is one for the engine."""
         match question:
             case Hello():
                 return self._hello(question)
@@ -80,7 +80,7 @@ class Doorkeeper:
                 if self._readers_until_ns is None:  # a READ may begin, of a lease granted just now
                     self._look_at_ns = 0
                 return question
-            case Done():
+            case _:
                 return question
 
     def readers_until_ns(self, now_ns: int) -> int | None:

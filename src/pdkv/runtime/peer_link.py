@@ -9,9 +9,9 @@ import logging
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from pdkv.core.ports import Done, Heartbeat, Peer
+from pdkv.core.ports import Heartbeat, Peer
 from pdkv.runtime.shown import readable
-from pdkv.runtime.wire import MAX_FRAME_BYTES, Answer, BadFrame, Hello, HelloReply, decode_answer, encode
+from pdkv.runtime.wire import MAX_FRAME_BYTES, Answer, BadFrame, HelloReply, Question, decode_answer, encode
 
 log = logging.getLogger("pdkv.control")
 
@@ -85,7 +85,7 @@ class PeerLink:
         self.socket.close(linger=0)
         self.socket = self._open()
 
-    def send(self, message: Hello | Heartbeat | Done) -> bool:
+    def send(self, message: Question) -> bool:
         """Whether the socket took it."""
         try:
             self.socket.send(encode(message), zmq.DONTWAIT)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from pdkv.core.ports import Heartbeat, Keepalive, Peer, SendMessage
+from pdkv.core.ports import Heartbeat, Keepalive, Peer, SendMessage, ToConsumer
 from pdkv.runtime.doorkeeper import differing_facts
 from pdkv.runtime.peer_link import Handshake, PeerLink, name_of
 from pdkv.runtime.shown import REASON_CHARS, quoted, readable
 from pdkv.runtime.transfer_stats import TransferStats
-from pdkv.runtime.wire import Answer, Hello, HelloReply, Refused
+from pdkv.runtime.wire import Hello, HelloReply, Refused
 
 log = logging.getLogger("pdkv.control")
 
@@ -79,16 +79,20 @@ class Peers:
         settled, self._settled = self._settled, []
         return settled
 
-    def hear(self, link: PeerLink, limit: int, now_ns: int) -> None:
-        """Take what a peer answered."""
+    def hear(self, link: PeerLink, limit: int, now_ns: int) -> list[ToConsumer]:
+        """Take what a peer answered; what of it is for the engine."""
         answers, dropped = link.receive(limit)
         self.stats.dropped_frames += dropped
+        told: list[ToConsumer] = []
         for answer in answers:
             link.last_used_ns = now_ns
-            if link.handshake is Handshake.ASKED and answer.seq == link.hello_seq:
+            if isinstance(answer, ToConsumer):
+                told.append(answer)
+            elif link.handshake is Handshake.ASKED and answer.seq == link.hello_seq:
                 self._on_answer(link, answer)
+        return told
 
-    def _on_answer(self, link: PeerLink, answer: Answer) -> None:
+    def _on_answer(self, link: PeerLink, answer: HelloReply | Refused) -> None:
         reason = self._unfit(link, answer)
         if reason is None:
             assert isinstance(answer, HelloReply)
@@ -98,7 +102,7 @@ class Peers:
         log.warning("%s refused: %s", name_of(link.peer), reason)
         self._in_vain(link, Handshake.REFUSED, f"{name_of(link.peer)} refused the handshake: {reason}")
 
-    def _unfit(self, link: PeerLink, reply: Answer) -> str | None:
+    def _unfit(self, link: PeerLink, reply: HelloReply | Refused) -> str | None:
         """Why there is no handshake with a peer that refused us, or that is none for us."""
         if isinstance(reply, Refused):
             return readable(reply.reason, REASON_CHARS)

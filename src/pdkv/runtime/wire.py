@@ -1,8 +1,9 @@
 """The side channel's messages: msgpack, tagged, size-capped; nothing is ever unpickled.
 
-One message is one ZMQ frame. The asking side (DEALER) sends `Hello` and the hints `Heartbeat` and `Done` of
-`core.ports`; the answering side (ROUTER) replies to the first with the same ``seq``. A frame that is too long or cannot
-be decoded raises `BadFrame`: the receiver counts and drops it.
+One message is one ZMQ frame. The asking side (DEALER) sends `Hello`, and of `core.ports` the hints `Heartbeat`, `Done`
+and `Withdraw` and, in push mode, `Register`; the answering side (ROUTER) replies to the first with the same ``seq``, and
+to the last with `Announce` or `Gone`, sooner or later. A frame that is too long or cannot be decoded raises `BadFrame`:
+the receiver counts and drops it.
 
 A second, private channel joins the control thread and its mover (one socket pair, frames with a 4-byte length).
 """
@@ -15,13 +16,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pdkv.core.ports import Done, Heartbeat
-from pdkv.core.transfer.proof import KEY_BYTES, TOKEN_BYTES
+from pdkv.core.ports import Announce, Done, Gone, Heartbeat, Register, Withdraw
+from pdkv.core.transfer.proof import KEY_BYTES, PROOF_BYTES, TOKEN_BYTES
 from pdkv.runtime.shown import readable
 
-WIRE_VERSION = "2"
+WIRE_VERSION = "3"
 MAX_FRAME_BYTES = 4 << 20
 MAX_MOVER_FRAME_BYTES = 64 << 20
+MAX_TRANSFER_ID_CHARS = 256
 
 
 MemoryKind = Literal["DRAM", "VRAM"]
@@ -105,8 +107,8 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     reason: str
 
 
-Question = Hello | Heartbeat | Done
-Answer = HelloReply | Refused
+Question = Hello | Heartbeat | Done | Register | Withdraw
+Answer = HelloReply | Refused | Announce | Gone
 
 _encoder = msgspec.msgpack.Encoder()
 _questions = msgspec.msgpack.Decoder(Question)
@@ -128,12 +130,18 @@ def decode_question(frame: bytes) -> Question:
         raise BadFrame("a heartbeat with a token that is not 16 bytes")
     if isinstance(message, Done) and len(message.token) != TOKEN_BYTES:
         raise BadFrame("a done with a token that is not 16 bytes")
+    if isinstance(message, Register | Withdraw) and not 0 < len(message.transfer_id) <= MAX_TRANSFER_ID_CHARS:
+        raise BadFrame(f"a transfer id of {len(message.transfer_id)} characters")
     return message
 
 
 def decode_answer(frame: bytes) -> Answer:
     """What a peer answered. Raises `BadFrame`."""
     answer: Answer = _decode(_answers, frame)
+    if isinstance(answer, Announce):
+        lengths = len(answer.grant.token), len(answer.grant.proof)
+        if lengths != (TOKEN_BYTES, PROOF_BYTES):
+            raise BadFrame(f"a grant whose token and proof have {lengths} bytes")
     return answer
 
 

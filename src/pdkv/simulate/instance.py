@@ -13,14 +13,17 @@ from pdkv.core.ports import (
     Abort,
     Event,
     Finished,
-    FromPeer,
+    FromConsumer,
+    FromProducer,
     Heartbeat,
     InboxItem,
     Keepalive,
     NewRequest,
     Peer,
-    PeerMessage,
     Plan,
+    Register,
+    ToConsumer,
+    ToProducer,
 )
 from pdkv.simulate.clock import Action, Duration
 from pdkv.simulate.device import Device
@@ -58,6 +61,7 @@ class Life:
         self._queue: deque[Plan] = deque()
         self._keepalives: tuple[Keepalive, ...] = ()
         self._busy = False
+        self._asked: dict[str, Peer] = {}  # by transfer id: whom it was registered with
         self._alarm = 0
         self._overdue: dict[tuple[str, int], int] = {}  # quarantined owners past their deadline: since when seen so
         self._last_step_ns = world.time.now_ns
@@ -106,12 +110,17 @@ class Life:
         """The connection of a leg was closed."""
         self.later(0, self.deliver, Abort(leg.new.request_id))
 
-    def receive(self, message: PeerMessage) -> None:
+    def receive(self, message: ToProducer | ToConsumer, sender: int) -> None:
         """A peer's message, stamped by the control thread when it arrives."""
-        self.later(0, self._received, message)
+        self.later(0, self._received, message, sender)
 
-    def _received(self, message: PeerMessage) -> None:
-        self.deliver(FromPeer(message, self.now_ns))
+    def _received(self, message: ToProducer | ToConsumer, sender: int) -> None:
+        if isinstance(message, ToProducer):
+            self.deliver(FromConsumer(message, self.now_ns, str(sender).encode()))
+            return
+        peer = self._asked.get(message.transfer_id)  # a connection is to one life of a producer
+        if peer is not None and peer.port == sender:
+            self.deliver(FromProducer(message, peer))
 
     def deliver(self, item: InboxItem) -> None:
         """Into the engine's inbox."""
@@ -150,7 +159,11 @@ class Life:
         for handle in plan.cancels:
             self.mover.cancel(handle)
         for message in plan.messages:
-            self.world.network.send(message.peer, message.message)
+            if isinstance(message.message, Register):
+                self._asked[message.message.transfer_id] = message.peer
+            self.world.network.send(self.peer.port, message.peer, message.message)
+        for reply in plan.replies:
+            self.world.network.reply(self.peer.port, reply)
         self._keepalives = plan.keepalives
         self._tell(plan.events)
 
@@ -205,7 +218,7 @@ class Life:
         """Heartbeats do not wait for steps."""
         if self.world.time.now_ns - self._last_step_ns < _KEEPALIVE_NS:
             for keepalive in self._keepalives:
-                self.world.network.send(keepalive.peer, Heartbeat(keepalive.tokens))
+                self.world.network.send(self.peer.port, keepalive.peer, Heartbeat(keepalive.tokens))
         if self.world.open:
             self.later(self.engine.config.lease_ns // 6, self._beat)
 
@@ -257,6 +270,6 @@ class Instance:
         for other in self._world.lives():
             other.mover.peer_died(life)
 
-    def _receive(self, message: PeerMessage) -> None:
+    def _receive(self, message: ToProducer | ToConsumer, sender: int) -> None:
         if self.life is not None:
-            self.life.receive(message)
+            self.life.receive(message, sender)

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pdkv.core.ports import Peer, PeerMessage
+from pdkv.core.ports import Peer, Reply, ToConsumer, ToProducer
 from pdkv.simulate.clock import VirtualTime
 from pdkv.simulate.weather import MS, Weather
 
-Receiver = Callable[[PeerMessage], None]
+#: Gets a message and the port that it came from.
+Receiver = Callable[[ToProducer | ToConsumer, int], None]
 
 
 class Network:
@@ -33,13 +34,20 @@ class Network:
         """How long one message takes."""
         return int(self._rng.integers(MS // 10, self._weather.max_delay_ms * MS))
 
-    def send(self, peer: Peer, message: PeerMessage) -> None:
-        """To ``peer``, perhaps."""
+    def send(self, sender: int, peer: Peer, message: ToProducer) -> None:
+        """From port ``sender`` to ``peer``, perhaps."""
+        self._carry(sender, peer.port, message)
+
+    def reply(self, sender: int, reply: Reply) -> None:
+        """To whoever listens by now where the message answered came from."""
+        self._carry(sender, int(reply.origin), reply.message)
+
+    def _carry(self, sender: int, port: int, message: ToProducer | ToConsumer) -> None:
         if self._rng.random() < self._weather.drop:
             return
         for _ in range(2 if self._rng.random() < self._weather.duplicate else 1):
-            self._time.after(self.delay_ns(), self._deliver, peer.port, message)
+            self._time.after(self.delay_ns(), self._deliver, sender, port, message)
 
-    def _deliver(self, port: int, message: PeerMessage) -> None:
+    def _deliver(self, sender: int, port: int, message: ToProducer | ToConsumer) -> None:
         if self._cut_until.get(port, 0) <= self._time.now_ns:
-            self._receivers[port](message)
+            self._receivers[port](message, sender)

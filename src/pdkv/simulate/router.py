@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pdkv.core.ports import Event, Finished, FinishReason, Grant, NewRequest, RemoteSource, TokenSampled
+from pdkv.core.ports import Awaited, Event, Finished, FinishReason, Grant, NewRequest, RemoteSource, TokenSampled
 from pdkv.simulate.weather import MS
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class Call:
     outcome: Outcome | None = None
     error: str = ""
     source: RemoteSource | None = None  # what the prefill leg granted
-    leg: Leg | None = None  # the one under way
+    leg: Leg | None = None  # the one under way that matters to the client
+    prefill: Leg | None = None  # push: the prefill leg beside it
     legs: int = 0
 
 
@@ -49,14 +50,20 @@ class Leg:
 
 
 class Router:
-    """Sends each call to a prefill and then to a decode instance; what is lost is tried again where that is safe."""
+    """Sends each call to a prefill and then to a decode instance; what is lost is tried again where that is safe.
 
-    def __init__(self, world: World, prefill: Sequence[Instance], decode: Sequence[Instance]) -> None:
-        self._world, self._prefill, self._decode = world, prefill, decode
+    ``push``: to both at once, under a transfer id; the prefill instance announces what it has to the decode instance.
+    """
+
+    def __init__(self, world: World, prefill: Sequence[Instance], decode: Sequence[Instance], *, push: bool) -> None:
+        self._world, self._prefill, self._decode, self._push = world, prefill, decode, push
         self._turn = 0
 
     def arrive(self, call: Call) -> None:
         """A client's request."""
+        if self._push:
+            self._both_legs(call)
+            return
         new = replace(call.new, produce=True, max_tokens=1)
         if not self._send(call, self._prefill, new):
             self._decode_leg(call)  # no prefill instance answers: the decode instance computes the prompt
@@ -71,6 +78,10 @@ class Router:
     def heard(self, leg: Leg, event: Event) -> None:
         """A token or the end of a leg. Of a leg that was given up nothing is passed on."""
         call = leg.call
+        if leg is call.prefill:
+            if isinstance(event, Finished):  # well or badly: the decode instance is told
+                call.prefill = None
+            return
         if call.leg is not leg:
             return
         if isinstance(event, TokenSampled) and not leg.new.produce:
@@ -87,6 +98,13 @@ class Router:
     def lost(self, leg: Leg) -> None:
         """The instance died, or shows no sign of life: another one may do, while no token has been streamed."""
         call = leg.call
+        if leg is call.prefill:  # nobody will tell the decode instance
+            call.prefill, decode = None, call.leg
+            if decode is not None and not call.tokens:
+                call.leg = None
+                decode.life.abort(decode)
+                self.arrive(call)
+            return
         if call.leg is not leg:
             return
         call.leg = None
@@ -94,10 +112,28 @@ class Router:
             self.arrive(call)
         elif call.tokens:
             self._end(call, Outcome.ERROR, "the decode instance died in the middle of its answer")
+        elif self._push:
+            if call.prefill is not None:
+                call.prefill.life.abort(call.prefill)
+                call.prefill = None
+            self.arrive(call)
         else:
             self._decode_leg(call)
 
     # -------------------------------------------------------------------------------------------------------- legs
+
+    def _both_legs(self, call: Call) -> None:
+        """In either order: what one of them does may come to the other before its request."""
+        transfer_id = f"{call.new.request_id}/{call.legs}"
+        prefill = replace(call.new, produce=True, max_tokens=1, transfer_id=transfer_id)
+        if not self._send(call, self._prefill, prefill):
+            self._decode_leg(call)
+            return
+        call.prefill, call.leg = call.leg, None
+        assert call.prefill is not None
+        awaited = Awaited(peer=call.prefill.life.peer, transfer_id=transfer_id)
+        if not self._send(call, self._decode, replace(call.new, awaited=awaited)):
+            self._end(call, Outcome.ERROR, "no decode instance answers")
 
     def _prefilled(self, call: Call, leg: Leg, event: Finished) -> None:
         if event.lease is not None:
@@ -128,7 +164,7 @@ class Router:
 
     def _look(self, leg: Leg) -> None:
         """A stopped instance breaks no connection: only asking it for a sign of life tells."""
-        if leg.call.leg is not leg:
+        if leg not in (leg.call.leg, leg.call.prefill):
             return
         if leg.life.stopped_for_ns:
             leg.life.abort(leg)
@@ -139,9 +175,10 @@ class Router:
     def _end(self, call: Call, outcome: Outcome, error: str = "") -> None:
         assert call.outcome is None, f"{call.new.request_id}: {outcome.value} after {call.outcome}"
         call.outcome, call.error = outcome, error
-        if call.leg is not None:
-            call.leg.life.abort(call.leg)
-            call.leg = None
+        for leg in (call.leg, call.prefill):
+            if leg is not None:
+                leg.life.abort(leg)
+        call.leg = call.prefill = None
         self._world.ended(call)
 
 

@@ -61,7 +61,7 @@ class Story:
 class World:
     """Everything is drawn from ``seed``; `play` runs it to its end. ``note`` hears all that happens.
 
-    ``weather`` and ``settings`` (of every instance's `EngineConfig`) take the place of what would be drawn.
+    ``weather``, ``push`` and ``settings`` (of every instance's `EngineConfig`) take the place of what would be drawn.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class World:
         *,
         requests: int = 200,
         weather: Weather | None = None,
+        push: bool | None = None,
         note: Note | None = None,
         **settings: Any,
     ) -> None:
@@ -86,7 +87,7 @@ class World:
         self._instances: list[Instance] = []
         prefill = [self._instance(f"P{i}", i, policy) for i in range(int(self.rng.integers(1, 3)))]
         decode = [self._instance(f"D{i}", 10 + i, policy) for i in range(int(self.rng.integers(1, 3)))]
-        self.router = Router(self, prefill, decode)
+        self.router = Router(self, prefill, decode, push=bool(self.rng.random() < 0.5) if push is None else push)
         self.calls = list(self._arrivals(requests))
         self.open = requests
         for instance in self._instances:
@@ -114,6 +115,7 @@ class World:
             full_sequence_must_fit=bool(rng.random() < 0.8),
             transfer=policy,
             kv_load_timeout_ns=60_000 * MS if self.weather.calm else int(rng.choice([300, 6000])) * MS,
+            push_registration_timeout_ns=60_000 * MS if self.weather.calm else int(rng.choice([2000, 30_000])) * MS,
             fence_timeout_ns=1000 * MS,
             lease_ns=3000 * MS,
             max_leased_fraction=float(rng.choice([0.4, 0.8])),

@@ -72,6 +72,9 @@ class Admitter:
             hit, lacks_state = self._manager.lookup_for_load(request)
         else:
             hit, lacks_state = self._manager.lookup(request), False
+        if request.awaited is not None and request.num_prompt - hit.tokens > self._config.sizes.scheduler_tokens:
+            request.wait_cause = f"waits for {request.awaited.peer.engine_id[:80]} to announce its prompt's KV"
+            return Admission(Verdict.SKIP)
         hit, external = self._external(request, hit)
         if lacks_state and not external:
             hit = self._manager.lookup(request)

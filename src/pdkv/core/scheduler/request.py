@@ -9,7 +9,7 @@ import numpy as np
 
 from pdkv.core.blocks.extra_keys import ContentKeys
 from pdkv.core.blocks.hashing import HashChain, HashFunction, extend_hashes
-from pdkv.core.ports import FinishReason, Int32Array, NewRequest, RemoteSource
+from pdkv.core.ports import Awaited, FinishReason, Int32Array, NewRequest, RemoteSource
 from pdkv.core.scheduler.counters import Counter, Counters
 from pdkv.core.transfer.proof import digest_tokens
 
@@ -73,6 +73,7 @@ class Request:
         self.hashes = HashChain()
         self.extra_keys = ContentKeys(cache_salt=new.cache_salt, lora=new.lora, multimodal=new.items)
         self.source: RemoteSource | None = new.source
+        self.awaited: Awaited | None = new.awaited
         if new.source is not None:
             covered = digest_tokens(new.prompt[: new.source.grant.num_tokens])
             self.source = msgspec.structs.replace(new.source, prompt_digest=covered)

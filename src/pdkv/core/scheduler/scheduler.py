@@ -17,6 +17,7 @@ from pdkv.core.ports import (
     FinishReason,
     Grant,
     Int32Array,
+    LoadFailed,
     Outputs,
     Preempted,
 )
@@ -69,6 +70,8 @@ class Scheduler:
         if self._manager.pool.enable_caching:
             request.extend_hashes(self._hash)
         self._consumer.arrive(request)
+        if request.new.produce:
+            self._producer.announcements.expect(request)
         self.waiting.append(request)
 
     def schedule(self, step_id: int) -> PlanRows:
@@ -284,11 +287,13 @@ class Scheduler:
             self._manager.drop_skipped(request)
         if status is Status.LOADING and self._consumer.is_loading(request):
             self._consumer.abandon(request, f"request ended ({reason.value}) while loading")
-        elif status is Status.RUNNING and self._keeps_kv(request, reason) and self._producer.has_slot:
+        elif status is Status.RUNNING and self._keeps_kv(request, reason) and self._producer.may_keep(request):
             lease = self._producer.grant(request)
         else:
             self._let_go(request)
         self._consumer.forget(request)
+        if lease is None and request.new.produce:
+            self._producer.announcements.ended(request.new.transfer_id, f"the prefill ended ({error or reason.value})")
         request.move_to(Status.FINISHED)
         self._ended.append(request)
         self._journal.emit(
@@ -313,6 +318,16 @@ class Scheduler:
         """A peer may only be given KV that is all there: prompt prefilled, and no plan left that still writes."""
         wanted = request.new.produce and reason in (FinishReason.STOP, FinishReason.LENGTH)
         return wanted and request.num_outputs > 0 and not self._in_flight(request)
+
+    def announcement_failed(self, request: Request, cause: str) -> None:
+        """The KV that a waiting request was promised will not come: it is computed here, or ends (by policy)."""
+        self.blocked_by = None
+        failed = LoadFailed(request_id=request.request_id, at_ns=self._journal.now_ns, handle=None, cause=cause)
+        self._journal.emit(failed)
+        if self._config.transfer.load_failure == "fail":
+            self.finish(request, FinishReason.ERROR, f"KV transfer failed: {cause}")
+        else:
+            request.wait_cause = f"KV transfer failed ({cause}); to be computed here"
 
     def load_ended(self, request: Request, failure: str | None) -> None:
         """A load is over: the request may run, starts afresh without it, or ends with the failure (by policy)."""

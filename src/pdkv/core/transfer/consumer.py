@@ -27,6 +27,7 @@ from pdkv.core.ports import (
     SendMessage,
 )
 from pdkv.core.scheduler.request import Request
+from pdkv.core.transfer.rendezvous import Waits
 
 
 @dataclass(slots=True)
@@ -73,16 +74,26 @@ class Consumer:
         self._cancels: list[int] = []
         self._messages: list[SendMessage] = []
         self._restart = False
+        self.waits = Waits(config, journal, self._messages)
 
     # ------------------------------------------------------------------------------------- before anything is read
 
     def arrive(self, request: Request) -> None:
-        """Keep the lease alive from now on, long before a block is allocated."""
+        """Keep the lease alive, or register for it, from now on, long before a block is allocated."""
         if request.source is not None:
             self._wanted[request.request_id] = request.source
+        elif request.awaited is not None:
+            self.waits.arrive(request)
+
+    def announced(self, request: Request, source: RemoteSource) -> None:
+        """What the request waited for is kept for it under a lease."""
+        self.waits.drop(request, tell=False)
+        request.source = source
+        self._wanted[request.request_id] = source
 
     def forget(self, request: Request) -> None:
         """The producer's copy is not needed (any more): say so and stop the heartbeats."""
+        self.waits.drop(request, tell=True)
         source = self._wanted.pop(request.request_id, None)
         request.source = None
         if source is not None:
@@ -230,19 +241,23 @@ class Consumer:
         return [load.request for load in self._loads.values() if load.deadline_ns <= self._journal.now_ns]
 
     def sweep(self) -> None:
-        """Order a new mover once a given-up READ has not ended within the fence time: the last fence (design 3.2)."""
+        """Register again; order a new mover once a given-up READ has not ended within the fence time.
+
+        That is the last fence (design 3.2).
+        """
+        self.waits.sweep()
         if not self._config.transfer.bounded_waits or self._restart_pending:
             return
         if any(given_up.deadline_ns <= self._journal.now_ns for given_up in self._given_up.values()):
             self._restart = self._restart_pending = True
 
     def next_deadline_ns(self) -> int | None:
-        """When a load or a fence runs out next."""
-        if not self._config.transfer.bounded_waits:
-            return None
-        times = [load.deadline_ns for load in self._loads.values()]
-        if not self._restart_pending:
-            times += [given_up.deadline_ns for given_up in self._given_up.values()]
+        """When a load or a fence runs out next, or a registration is to be repeated."""
+        times = [] if (registration := self.waits.next_deadline_ns()) is None else [registration]
+        if self._config.transfer.bounded_waits:
+            times += [load.deadline_ns for load in self._loads.values()]
+            if not self._restart_pending:
+                times += [given_up.deadline_ns for given_up in self._given_up.values()]
         return min(times, default=None)
 
     # ------------------------------------------------------------------------------------------------- the outbox
@@ -259,7 +274,8 @@ class Consumer:
 
     def take_messages(self) -> tuple[SendMessage, ...]:
         """Messages to send, once."""
-        messages, self._messages = tuple(self._messages), []
+        messages = tuple(self._messages)
+        self._messages.clear()
         return messages
 
     def take_restart(self) -> bool:

@@ -8,9 +8,10 @@ from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
 from pdkv.core.journal import Journal
 from pdkv.core.ledger import Account
-from pdkv.core.ports import Done, Grant, Heartbeat, LeaseGranted, LeaseReleased, LeaseRenewed
+from pdkv.core.ports import Done, Grant, Heartbeat, LeaseGranted, LeaseReleased, LeaseRenewed, Withdraw
 from pdkv.core.scheduler.request import Request
 from pdkv.core.transfer.lease import LeaseSlots
+from pdkv.core.transfer.rendezvous import Announcements
 
 
 @dataclass(slots=True)
@@ -18,6 +19,7 @@ class Lease:
     """One grant: whose KV, which slot, until when."""
 
     request_id: str
+    transfer_id: str | None
     lease_id: int
     slot: int
     token: bytes
@@ -33,12 +35,20 @@ class Lease:
 class Producer:
     """Grants, renews and releases leases. `_release` is the only way a lease ends: slot first, then blocks."""
 
-    def __init__(self, config: EngineConfig, manager: KVCacheManager, slots: LeaseSlots, journal: Journal) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        manager: KVCacheManager,
+        slots: LeaseSlots,
+        announcements: Announcements,
+        journal: Journal,
+    ) -> None:
         self._config = config
         self._manager = manager
         self._slots = slots
         self._journal = journal
         self._by_token: dict[bytes, Lease] = {}
+        self.announcements = announcements
 
     def may_prefill(self, request: Request, in_flight: int, in_flight_blocks: int) -> bool:
         """Whether one more prompt may be computed for a peer without pinning more than the allowed share.
@@ -58,7 +68,15 @@ class Producer:
         blocks = self._manager.keep_for_peer(request.request_id, computed)
         grant = self._slots.grant(blocks, request.tokens[:computed], request.cached_tokens)
         deadline_ns = self._journal.now_ns + self._config.lease_ns
-        lease = Lease(request.request_id, grant.lease_id, grant.slot, grant.token, len(grant.block_ids), deadline_ns)
+        lease = Lease(
+            request_id=request.request_id,
+            transfer_id=request.new.transfer_id,
+            lease_id=grant.lease_id,
+            slot=grant.slot,
+            token=grant.token,
+            blocks=len(grant.block_ids),
+            deadline_ns=deadline_ns,
+        )
         self._by_token[lease.token] = lease
         self._manager.rename(request.request_id, lease.key)
         self._manager.move(lease.key, Account.RETAINED, "leased to a consumer", deadline_ns)
@@ -71,12 +89,18 @@ class Producer:
                 deadline_ns=deadline_ns,
             )
         )
+        self.announcements.granted(request, grant)
         return grant
 
-    @property
-    def has_slot(self) -> bool:
-        """Whether a lease can be granted now."""
-        return self._slots.num_free > 0
+    def may_keep(self, request: Request) -> bool:
+        """Whether a lease can be granted now, and its consumer, as far as is known, still wants it."""
+        return self._slots.num_free > 0 and self.announcements.wanted(request)
+
+    def on_withdraw(self, message: Withdraw) -> None:
+        """The consumer no longer waits: what is kept for it goes back."""
+        kept = self.announcements.on_withdraw(message)
+        if kept is not None:
+            self._release(self._by_token[kept.grant.token], expired=False)
 
     def on_heartbeat(self, message: Heartbeat, received_ns: int) -> None:
         """Move deadlines to max(old, arrival + lease * 2 // 3); unknown tokens are ignored."""
@@ -114,6 +138,7 @@ class Producer:
     def _release(self, lease: Lease, *, expired: bool) -> None:
         self._slots.clear(lease.slot)
         del self._by_token[lease.token]
+        self.announcements.ended(lease.transfer_id, "its lease has expired" if expired else "its lease has ended")
         blocks = self._manager.release(lease.key)
         self._journal.emit(
             LeaseReleased(
