@@ -40,6 +40,15 @@ def test_strict_breaks_nothing(stories: list[Story]) -> None:
     assert [(story.seed, story.violation) for story in stories if story.violation] == []
 
 
+@pytest.mark.parametrize("push", [False, True])
+def test_calm_worlds_waste_nothing(push: bool) -> None:
+    for seed in range(3):
+        story = World(seed, STRICT, requests=REQUESTS, weather=Weather(max_delay_ms=50, read_ms=200), push=push).play()
+        assert story.violation is None, story.violation
+        assert story.counts["COMPLETED"] == REQUESTS
+        assert story.counts["LoadFinished"] > REQUESTS / 3
+
+
 def test_the_weather_is_bad_enough(stories: list[Story]) -> None:
     """Everything that the invariants are about does happen, or passing would mean nothing."""
     seen: Counter[str] = Counter()

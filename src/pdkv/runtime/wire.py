@@ -1,9 +1,9 @@
 """The side channel's messages: msgpack, tagged, size-capped; nothing is ever unpickled.
 
 One message is one ZMQ frame. The asking side (DEALER) sends `Hello`, and of `core.ports` the hints `Heartbeat`, `Done`
-and `Withdraw` and, in push mode, `Register`; the answering side (ROUTER) replies to the first with the same ``seq``, and
-to the last with `Announce` or `Gone`, sooner or later. A frame that is too long or cannot be decoded raises `BadFrame`:
-the receiver counts and drops it.
+and `Withdraw` and, in push mode, `Register`. The answering side (ROUTER) replies to the first with the same ``seq``,
+and to the last with `Announce` or `Gone`, sooner or later. A frame that is too long or cannot be decoded raises
+`BadFrame`: the receiver counts and drops it.
 
 A second, private channel joins the control thread and its mover (one socket pair, frames with a 4-byte length).
 """
