@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import fields
 from itertools import islice
 from multiprocessing import get_context
 
@@ -52,8 +51,8 @@ def _in_words(details: object) -> str:
     if not isinstance(details, Event):
         return str(details)
     facts = (
-        (field.name, getattr(details, field.name))
-        for field in fields(details)
-        if field.name not in ("request_id", "at_ns", "lease")
+        (name, getattr(details, name))
+        for name in details.__struct_fields__
+        if name not in ("request_id", "at_ns", "lease")
     )
     return " ".join([details.request_id, *(f"{name}={value}" for name, value in facts if value is not None)])

@@ -180,9 +180,9 @@ class Owners:
             count += len(blocks)
         return count
 
-    def check(self) -> None:
+    def check(self, *, content: bool = True) -> None:
         """Recount pool, ledger and owners; raises ``AssertionError`` on any difference."""
-        self.pool.check()
+        self.pool.check(content=content)
         assert not self.pool.copies, "owners: a copy without an owner"
         claims = np.zeros(self.pool.num_blocks, dtype=np.int64)
         for key, holder in self._holders.items():
