@@ -23,7 +23,7 @@ from pdkv.simulate.instance import Life
 from pdkv.simulate.weather import Weather
 from pdkv.simulate.world import Kind, Story, World
 
-WORLDS = 16
+WORLDS = 12
 REQUESTS = 60
 
 
@@ -80,7 +80,7 @@ def test_processes_tell_the_same_stories() -> None:
 
 def test_vllm_strands_a_load_whose_peer_hangs() -> None:
     """Spec pd-transfer 9: there is no D-side timeout, so a READ that never ends holds its blocks and its request."""
-    story = World(0, VLLM, requests=REQUESTS, weather=Weather(hang=0.2)).play()
+    story = World(0, VLLM, requests=20, weather=Weather(hang=0.3)).play()
     assert story.violation is not None
     assert story.violation.kind is Kind.STUCK
     assert "as loading" in story.violation.text
@@ -207,8 +207,12 @@ PLANTS = [
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_bug_is_caught(plant: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    # In bad weather a lease may well expire; in calm weather only when it was not kept alive.
-    weather = Weather(read_ms=2000) if plant is heartbeat_forgotten else None
+    weather = {
+        heartbeat_forgotten: Weather(
+            read_ms=2000
+        ),  # in bad weather a lease may well expire, in calm weather it may not
+        timer_is_a_fence: Weather(hang=0.3, read_ms=300),
+    }.get(plant)
     for seed in range(200):
         if World(seed, STRICT, requests=REQUESTS, weather=weather).play().violation is not None:
             return
