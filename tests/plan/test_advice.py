@@ -134,7 +134,7 @@ def test_every_lever_of_a_long_request_is_a_plan(name: str) -> None:
         assert (lever.concurrency or 0) == pytest.approx(
             again.max_concurrency * lever.changes.get("data_parallel_size", 1) if again.fits else 0
         )
-    assert any("was made for (131072 tokens" in warning for warning in report.warnings)
+    assert any("was made for 131,072 tokens" in warning for warning in report.warnings)
     assert "no longer request fit" in long.host_tier
 
 

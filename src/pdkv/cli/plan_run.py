@@ -17,6 +17,7 @@ from pdkv.plan.command_text import MOST_CHARACTERS, ServeCall
 from pdkv.plan.compare import Comparison, compare, parse_dimensions
 from pdkv.plan.decode import Workload
 from pdkv.plan.kv_transfer import KvTransfer, parse_kv_transfer
+from pdkv.plan.model_length import is_beyond_model_length
 from pdkv.plan.options import PlanOptions
 from pdkv.plan.planner import make_plan, size_planned
 from pdkv.plan.report import PlanReport
@@ -69,6 +70,7 @@ class Asked:
         most = _MOST_GPUS if max_gpus is None else max_gpus
         target = Target(concurrency=concurrency, tokens=parse_count("--at-tokens", at_tokens), max_gpus=most)
         found = solve(self.model.spec, self.options, target, self.resize)
+        found = replace(found, warnings=(*self.warnings, *found.warnings))
         if as_json:
             _print_json(found)
         else:
@@ -102,6 +104,8 @@ class Asked:
             self._write(report, plan, table)
         elif emit:
             print(plan.command)
+            for warning in (*self.warnings, *filter(is_beyond_model_length, plan.warnings)):
+                print(f"pdkv: {warning}", file=sys.stderr)
             if not plan.capacity.fits:
                 print("pdkv: vLLM will not start like this: the longest request does not fit", file=sys.stderr)
         elif as_json:
@@ -112,7 +116,8 @@ class Asked:
             print_report(plan, irrelevant=self.irrelevant)
 
     def _compare(self, text: str) -> Comparison:
-        return compare(parse_dimensions(text, self.model.spec, self.options), self.options, self.resize)
+        table = compare(parse_dimensions(text, self.model.spec, self.options), self.options, self.resize)
+        return replace(table, warnings=(*self.warnings, *table.warnings))
 
     def _write(self, folder: Path, plan: PlanReport, table: Comparison | None) -> None:
         from pdkv.plan.curves import concurrency_by_length

@@ -6,6 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pdkv.cli.plan_warnings import print_notes, print_refusals
 from pdkv.plan.compare import Comparison
 from pdkv.plan.solve import Solution, SolveReport
 
@@ -37,6 +38,8 @@ def print_comparison(comparison: Comparison) -> None:
             f"{cell.bytes_per_token:,}",
         )
     console.print(table)
+    print_refusals(console, comparison.warnings)
+    print_notes(console, comparison.warnings)
     for reason in dict.fromkeys(cell.refused for cell in comparison.cells if cell.refused is not None):
         console.print(f"[red]refused[/]: {reason}", soft_wrap=True)
 
@@ -60,6 +63,7 @@ def print_solution(report: SolveReport) -> None:
                     else "fewer requests, or more GPUs (--max-gpus)"
                 )
             )
+    print_refusals(console, report.warnings)
     listed = [solution for solution in (report.best, *report.others) if solution is not None]
     if listed:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -77,8 +81,7 @@ def print_solution(report: SolveReport) -> None:
                 f"{one.longest_tokens:,}",
             )
         console.print(table, soft_wrap=False)
-    for note in report.notes:
-        console.print(f"[yellow]note[/]: {note}")
+    print_notes(console, report.warnings)
 
 
 def _split(solution: Solution) -> str:

@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pdkv.cli.plan_warnings import print_notes, print_refusals
 from pdkv.plan.decode import DecodeFacts, HeldBlocks
 from pdkv.plan.long_context import LongContext
 from pdkv.plan.report import MemoryFacts, PlanReport
@@ -36,6 +37,7 @@ def print_report(report: PlanReport, irrelevant: Sequence[str] = ()) -> None:
             f"{capacity.blocks_per_max_len_request:,} blocks, {capacity.usable_blocks:,} are usable; "
             + (f"the longest that fits has {longest:,} tokens" if longest else "not even one token fits")
         )
+    print_refusals(console, report.warnings)
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -65,8 +67,7 @@ def print_report(report: PlanReport, irrelevant: Sequence[str] = ()) -> None:
         _print_decode(console, report.decode)
     if report.long_context is not None:
         _print_long(console, report.long_context)
-    for warning in (*report.memory.notes, *report.warnings):
-        console.print(f"[yellow]note[/]: {warning}")
+    print_notes(console, (*report.memory.notes, *report.warnings))
     for advice in report.advice:
         console.print(f"[cyan]{advice.id}[/]: {advice.text} -> {advice.effect}")
     if irrelevant:

@@ -12,8 +12,9 @@ from pdkv.errors import ConfigError, PdkvError
 from pdkv.models.spec import ModelSpec
 from pdkv.plan.advice import Resize
 from pdkv.plan.kv_types import usable_types
+from pdkv.plan.model_length import beyond_model_length
 from pdkv.plan.options import PlanOptions
-from pdkv.plan.sizing import bytes_per_token, whole
+from pdkv.plan.sizing import Sized, bytes_per_token, whole
 from pdkv.plan.vllm_values import FIELDS
 
 MOST_CELLS = 5000
@@ -43,11 +44,15 @@ _NUMBERS = tuple(field.name for field in fields(Cell) if field.name not in ("set
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """``dimensions`` are options, ``values`` what each was given, ``cells`` their product in that order."""
+    """``dimensions`` are options, ``values`` what each was given, ``cells`` their product in that order.
+
+    ``warnings`` hold for some of the cells and say for which.
+    """
 
     dimensions: tuple[str, ...]
     values: tuple[tuple[Any, ...], ...]
     cells: tuple[Cell, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def parse_dimensions(text: str, spec: ModelSpec, options: PlanOptions) -> dict[str, tuple[Any, ...]]:
@@ -81,28 +86,24 @@ def compare(dimensions: Mapping[str, Sequence[Any]], options: PlanOptions, resiz
     """Size every combination. One that vLLM would refuse is an entry that says why."""
     names = tuple(dimensions)
     values = tuple(tuple(dimensions[name]) for name in names)
-    return Comparison(
-        dimensions=names,
-        values=values,
-        cells=tuple(
-            _cell(dict(zip(names, combination, strict=True)), options, resize)
-            for combination in itertools.product(*values)
-        ),
-    )
+    cells: list[Cell] = []
+    longest: Sized | None = None
+    for combination in itertools.product(*values):
+        settings = dict(zip(names, combination, strict=True))
+        try:
+            sized = resize(replace(options, **settings))
+        except PdkvError as error:
+            cells.append(Cell(settings=settings, refused=str(error), gpus=0, **dict.fromkeys(_NUMBERS)))
+            continue
+        cells.append(_cell(settings, sized))
+        if longest is None or sized.capacity.max_model_len > longest.capacity.max_model_len:
+            longest = sized
+    beyond = () if longest is None else beyond_model_length(longest.spec, longest.capacity.max_model_len)
+    return Comparison(dimensions=names, values=values, cells=tuple(cells), warnings=beyond)
 
 
-def _cell(settings: dict[str, Any], options: PlanOptions, resize: Resize) -> Cell:
-    try:
-        changed = replace(options, **settings)
-        sized = resize(changed)
-    except PdkvError as error:
-        return Cell(
-            settings=settings,
-            refused=str(error),
-            gpus=0,
-            **dict.fromkeys(field.name for field in fields(Cell) if field.name not in ("settings", "refused", "gpus")),
-        )
-    capacity = sized.capacity
+def _cell(settings: dict[str, Any], sized: Sized) -> Cell:
+    changed, capacity = sized.options, sized.capacity
     return Cell(
         settings=settings,
         kv_cache_size_tokens=capacity.kv_cache_size_tokens * changed.data_parallel_size,

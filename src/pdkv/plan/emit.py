@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from pdkv.plan.kv_transfer import KvTransfer
+from pdkv.plan.model_length import ALLOW_LONG
 from pdkv.plan.options import PlanOptions
 from pdkv.plan.vllm_values import FIELDS
 from pdkv.units import GIB
@@ -23,10 +24,16 @@ _APART = (
 )  # fmt: skip
 
 
-def serve_command(model: str, options: PlanOptions, overrides: Mapping[str, Any] | None = None) -> str:
-    """A command for a shell, one flag a line; flags that are vLLM's defaults are left out."""
+def serve_command(
+    model: str, options: PlanOptions, overrides: Mapping[str, Any] | None = None, *, allow_long: bool = False
+) -> str:
+    """A command for a shell, one flag a line; flags that are vLLM's defaults are left out.
+
+    ``allow_long`` sets the variable without which vLLM refuses a length beyond the model's own.
+    """
     lines = [shlex.join(line) for line in _lines(options, overrides or {})]
-    start = " ".join([*(f"{name}={value}" for name, value in _environment(options)), "vllm serve", shlex.quote(model)])
+    variables = [*([(ALLOW_LONG, "1")] if allow_long else []), *_environment(options)]
+    start = " ".join([*(f"{name}={value}" for name, value in variables), "vllm serve", shlex.quote(model)])
     return " \\\n  ".join([start, *lines])
 
 

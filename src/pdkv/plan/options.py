@@ -158,14 +158,10 @@ class PlanOptions:
         return spec.dtype
 
     def length(self, spec: ModelSpec) -> int:
-        """The longest request that was asked for, or the model's own; `beyond_trained` says when it is too long."""
+        """The longest request that was asked for (also one too long for the model), or the model's own."""
         if not isinstance(self.max_model_len, int):
             return spec.served_model_len or spec.max_model_len
         return self.max_model_len
-
-    def beyond_trained(self, spec: ModelSpec) -> bool:
-        """Whether more was asked for than the model was made for, which vLLM refuses by itself."""
-        return isinstance(self.max_model_len, int) and self.max_model_len > spec.max_model_len
 
     def hybrid_manager(self, spec: ModelSpec) -> bool:
         """Whether windows and chunks are recycled, by vLLM's rules (spec kv-layout, 5; config/vllm.py).

@@ -9,6 +9,7 @@ from typing import Any
 
 from pdkv.plan import svg
 from pdkv.plan.compare import Cell, Comparison
+from pdkv.plan.model_length import is_beyond_model_length
 from pdkv.plan.report import MemoryFacts, PlanReport
 from pdkv.units import format_bytes
 
@@ -48,6 +49,7 @@ def page(report: PlanReport, by_type: Comparison, curves: Sequence[Curve], table
     )
     parts = [
         f"<h1>{escape(report.model.name)}</h1><p>{verdict}</p>",
+        *_refusals(report.warnings),
         "<h2>Memory of each rank</h2>",
         _memory(report),
         "<h2>Tokens of KV cache by type</h2>",
@@ -56,7 +58,7 @@ def page(report: PlanReport, by_type: Comparison, curves: Sequence[Curve], table
         svg.lines([_line(curve) for curve in curves], "tokens of each request", "requests at once"),
     ]
     if table is not None:
-        parts += ["<h2>Comparison</h2>", comparison_table(table)]
+        parts += ["<h2>Comparison</h2>", comparison_table(table), *_refusals(table.warnings)]
     parts += _texts(report)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -65,6 +67,11 @@ def page(report: PlanReport, by_type: Comparison, curves: Sequence[Curve], table
         + "\n".join(parts)
         + f"<p>By the rules of vLLM {escape(report.rules)}.</p></body></html>\n"
     )
+
+
+def _refusals(warnings: Sequence[str]) -> list[str]:
+    """What vLLM would not start with stands beside the numbers."""
+    return [f'<p class="bad">{escape(text)}</p>' for text in warnings if is_beyond_model_length(text)]
 
 
 def _memory(report: PlanReport) -> str:
@@ -145,7 +152,8 @@ def _texts(report: PlanReport) -> list[str]:
             f"<li><b>{escape(one.id)}</b>: {escape(one.text)} &rarr; {escape(one.effect)}</li>" for one in report.advice
         )
         found.append(f"<h2>What to change</h2><ul>{items}</ul>")
-    if report.warnings:
-        found.append(f"<h2>Notes</h2><ul>{''.join(f'<li>{escape(text)}</li>' for text in report.warnings)}</ul>")
+    notes = [text for text in report.warnings if not is_beyond_model_length(text)]
+    if notes:
+        found.append(f"<h2>Notes</h2><ul>{''.join(f'<li>{escape(text)}</li>' for text in notes)}</ul>")
     found.append(f"<h2>Command</h2><pre>{escape(report.command)}</pre>")
     return found

@@ -17,6 +17,7 @@ from pdkv.plan.decode import Workload, decode_facts
 from pdkv.plan.emit import serve_command
 from pdkv.plan.facts import decoder_layers, deployment_facts, kv_facts, rank_facts, usage_facts
 from pdkv.plan.long_context import long_context
+from pdkv.plan.model_length import beyond_model_length, needs_allow_long
 from pdkv.plan.options import PlanOptions
 from pdkv.plan.report import ModelFacts, PlanReport
 from pdkv.plan.sizing import Sized, size
@@ -63,7 +64,7 @@ def make_plan(
         decode=decode_facts(sized, workload),
         long_context=long_context(sized, resize),
         rules=options.rules.version,
-        command=serve_command(served_as or spec.name, options, overrides),
+        command=serve_command(served_as or spec.name, options, overrides, allow_long=needs_allow_long(spec, options)),
         advice=advise(sized, resize),
         warnings=(*_connector_price(sized, resize), *warnings_of(spec, sized)),
     )
@@ -96,13 +97,7 @@ def size_planned(model: PlannedModel, options: PlanOptions, calibration: Calibra
 def warnings_of(spec: ModelSpec, sized: Sized) -> tuple[str, ...]:
     """What a person should know about how the settings were understood."""
     options, built = sized.options, sized.built
-    found = list(spec.warnings)
-    if options.beyond_trained(spec):
-        found.append(
-            f"--max-model-len {options.max_model_len} is more than {spec.name} was made for ({spec.max_model_len} "
-            "tokens, by its config.json): vLLM refuses it without rope scaling in --hf-overrides or "
-            "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
-        )
+    found = [*beyond_model_length(spec, options.length(spec)), *spec.warnings]
     if options.num_gpu_blocks_override is not None and options.kv_cache_memory_bytes is not None:
         found.append("--num-gpu-blocks-override decides the number of blocks; --kv-cache-memory-bytes was not used")
     if options.dtype == "auto" and spec.dtype in (None, "float32"):

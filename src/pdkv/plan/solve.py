@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.models.spec import ModelSpec
 from pdkv.plan.advice import Resize
+from pdkv.plan.model_length import beyond_model_length
 from pdkv.plan.options import PlanOptions
 from pdkv.plan.sizing import Sized
 from pdkv.units import cdiv
@@ -55,14 +56,14 @@ class Solution:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveReport:
     """``best`` needs the fewest GPUs (``None``: nothing up to ``max_gpus`` does); ``others`` are the next best, one for
-    every type of KV and split; ``nearest`` is what comes closest when nothing is enough."""
+    every type of KV and split; ``nearest`` is what comes closest when nothing is enough. ``warnings`` as in a plan."""
 
     target: Target
     best: Solution | None
     others: tuple[Solution, ...]
     nearest: Solution | None
     examined: int
-    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def solve(spec: ModelSpec, options: PlanOptions, target: Target, resize: Resize) -> SolveReport:
@@ -101,7 +102,7 @@ def solve(spec: ModelSpec, options: PlanOptions, target: Target, resize: Resize)
         others=tuple(_distinct(meets[1:], best)),
         nearest=None if best else nearest,
         examined=examined,
-        notes=_notes(options),
+        warnings=(*beyond_model_length(spec, target.tokens), *_warnings(options)),
     )
 
 
@@ -136,7 +137,9 @@ def _solution(sized: Sized, engines: int, target: Target) -> Solution:
         data_parallel_size=engines,
         kv_cache_dtype=options.kv_cache_dtype,
         requests=engines * sized.whole_requests(target.tokens),
-        longest_tokens=longest_at(sized, cdiv(target.concurrency, engines), sized.spec.max_model_len),
+        longest_tokens=longest_at(
+            sized, cdiv(target.concurrency, engines), max(sized.spec.max_model_len, target.tokens)
+        ),
     )
 
 
@@ -174,7 +177,7 @@ def _distinct(solutions: Sequence[Solution], best: Solution | None, most: int = 
             yield solution
 
 
-def _notes(options: PlanOptions) -> tuple[str, ...]:
+def _warnings(options: PlanOptions) -> tuple[str, ...]:
     if options.kv_cache_memory_bytes is None:
         spread = "with expert parallelism, engines beside one another would also divide the experts; not counted here"
         return (spread,) if options.enable_expert_parallel else ()
