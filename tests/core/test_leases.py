@@ -221,6 +221,32 @@ def test_a_prompt_beyond_the_share_is_let_in_alone() -> None:
     assert len(produce(engine, "big", 32).block_ids) == 8
 
 
+def test_prompts_of_one_answer_do_not_wait_for_each_others_leases() -> None:
+    """None of them is read before all have ended: what has no room in the share is computed without a lease."""
+    engine = make_engine(num_blocks=21, max_leased_fraction=0.5)
+    kept: dict[str, bool] = {}
+    inbox: list[InboxItem] = [new_request(name, 16, 1, produce=True, answer_id="one") for name in "abcd"]
+    inbox.append(new_request("other", 16, 1, produce=True))
+    for _ in range(4):
+        _, events = step(engine, 0, inbox)
+        kept |= {event.request_id: event.lease is not None for event in events if isinstance(event, Finished)}
+        inbox = []
+    assert kept == {"a": True, "b": True, "c": False, "d": False}
+    assert "max-leased-fraction" in engine.requests["other"].wait_cause
+
+
+def test_two_answers_of_many_prompts_do_not_wait_for_each_other() -> None:
+    engine = make_engine(num_blocks=21, max_leased_fraction=0.5)
+    names = ["a0", "b0", "a1", "b1"]
+    inbox: list[InboxItem] = [new_request(name, 16, 1, produce=True, answer_id=name[0]) for name in names]
+    ended: list[str] = []
+    for _ in range(4):
+        _, events = step(engine, 0, inbox)
+        ended += [event.request_id for event in events if isinstance(event, Finished)]
+        inbox = []
+    assert sorted(ended) == sorted(names)
+
+
 def test_without_a_free_slot_nobody_waits_for_ever() -> None:
     engine = make_engine(slots=1)
     lease = produce(engine)

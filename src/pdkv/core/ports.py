@@ -94,6 +94,8 @@ class NewRequest:
     the blocks it hits in the KV events once more. ``encoder_tokens`` are those that an encoder puts out for it (models
     with cross attention).
 
+    Requests with the same ``answer_id`` are answered together: a consumer reads none of them before all have ended.
+
     ``produce`` keeps the KV under a lease when the request finishes (P's leg: ``do_remote_decode``), and announces that
     under ``transfer_id`` if it has one; ``source`` says where the prompt's KV already is (D's leg:
     ``do_remote_prefill``), ``awaited`` who will announce it.
@@ -112,6 +114,7 @@ class NewRequest:
     skip_reading_prefix_cache: bool = False
     report_hits: bool = False
     encoder_tokens: int = 0
+    answer_id: str | None = None
     produce: bool = False
     transfer_id: str | None = None
     source: RemoteSource | None = None

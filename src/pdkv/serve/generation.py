@@ -88,6 +88,7 @@ class Frontend:
         if wrong is not None:
             raise BadRequest(f"stop_token_ids: {wrong} is outside the vocabulary (0 to {model.vocab_size - 1})")
         choices: list[Choice] = []
+        answer_id = f"{base_id}-{uuid.uuid4().hex[:8]}" if len(prompts) > 1 else None
         for prompt_index, prompt in enumerate(prompts):
             max_tokens = self._max_tokens(len(prompt), generation)
             transfer = generation.transfer(prompt_index)
@@ -104,6 +105,7 @@ class Frontend:
                     stop_token_ids=stop_ids,
                     priority=generation.priority,
                     cache_salt=generation.cache_salt,
+                    answer_id=answer_id,
                     produce=transfer.produce and first,
                     source=transfer.source if first else None,
                 )

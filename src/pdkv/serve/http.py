@@ -232,13 +232,19 @@ class StreamResponse(Response):
         except ClientLeft:
             pass
 
-    async def _send_all(self, send: Any) -> None:
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[AsyncGenerator[bytes]]:
+        """The chunks; in the end they are closed and cleaned up behind."""
         try:
             async with aclosing(self._body):
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                async for chunk in self._body:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                yield self._body
         finally:
             if self._cleanup is not None:
                 await self._cleanup()
+
+    async def _send_all(self, send: Any) -> None:
+        async with self.opened() as chunks:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -243,13 +243,7 @@ def _generation(
     if request.prompt_logprobs is not None:
         _refuse("prompt_logprobs", "not supported; leave it out")
     _within("n", request.n, 1, MAX_CHOICES)
-    answers = num_prompts * (request.n or 1)
-    if answers > MAX_SEQUENCES:
-        _refuse(
-            "prompt",
-            f"{num_prompts} prompts with n = {request.n or 1} ask for {answers} answers, and one request may ask for "
-            f"{MAX_SEQUENCES}; send several requests",
-        )
+    check_answers(num_prompts, request.n or 1)
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     param = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
     _within(param, asked, 1, None)
@@ -281,6 +275,17 @@ def _generation(
         sampling=_sampling(request, logprobs),
         transfers=_transfers(request.kv_transfer_params, num_prompts),
     )
+
+
+def check_answers(num_prompts: int, n: int) -> None:
+    """Raises `ApiError` when ``num_prompts`` prompts with ``n`` answers each are more than one request may ask for."""
+    answers = num_prompts * n
+    if answers > MAX_SEQUENCES:
+        _refuse(
+            "prompt",
+            f"{num_prompts} prompts with n = {n} ask for {answers} answers, and one request may ask for "
+            f"{MAX_SEQUENCES}; send several requests",
+        )
 
 
 def _sampling(request: _Common, logprobs: int | None) -> dict[str, Any]:

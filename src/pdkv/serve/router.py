@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -37,6 +38,7 @@ from pdkv.serve.http import (
     request_id_of,
     until_disconnect,
 )
+from pdkv.serve.many_prompts import ManyPrompts, prompts_to_split
 from pdkv.serve.openai import ApiError
 from pdkv.serve.options import RouterOptions
 from pdkv.serve.params import PREFILL_LEG
@@ -113,11 +115,17 @@ class Router:
         request_id = request_id_of(request)
         try:
             body = parse_json(await read_body(request))
-            response = await until_disconnect(request.receive, self._both_legs(request, body, request_id))
+            response = await until_disconnect(request.receive, self._answer(request, body, request_id))
         except ApiError as error:
             response = error_response(error, {"x-request-id": request_id})
         self._metrics.requests.labels(status=str(response.status_code)).inc()
         return response
+
+    async def _answer(self, request: Request, body: dict[str, Any], request_id: str) -> Response:
+        prompts = prompts_to_split(request.url.path, body)
+        if prompts is None:
+            return await self._both_legs(request, body, request_id)
+        return await ManyPrompts(prompts, body, request_id, partial(self._both_legs, request)).answer()
 
     async def _both_legs(self, request: Request, body: dict[str, Any], request_id: str) -> Response:
         headers = {k: v for k, v in request.headers.items() if k not in _NOT_FORWARDED}

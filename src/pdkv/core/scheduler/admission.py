@@ -44,7 +44,7 @@ class Rows(enum.Enum):
 
 
 class Admitter:
-    """Tries to bring one request in. Allocates on success, changes nothing but ``wait_cause`` otherwise."""
+    """Tries to bring one request in. Allocates on success; else only ``wait_cause`` and ``produces`` may change."""
 
     def __init__(self, config: EngineConfig, manager: KVCacheManager, producer: Producer, consumer: Consumer) -> None:
         self._config = config
@@ -65,9 +65,11 @@ class Admitter:
         """Try ``request`` with ``budget`` tokens left in this step; ``alone``: there was no other when it began."""
         if request.status is Status.LOADED:
             return self._compute(request, budget, running, hit=None, alone=alone, rows=rows)
-        if request.new.produce and not self._may_produce(request, running):
-            request.wait_cause = "leases pin their share of the pool (--max-leased-fraction)"
-            return Admission(Verdict.SKIP)
+        if request.produces and not self._may_produce(request, running):
+            if not self._waits_for_itself(request, running):
+                request.wait_cause = "leases pin their share of the pool (--max-leased-fraction)"
+                return Admission(Verdict.SKIP)
+            request.produces = False
         if request.source is not None and self._config.transfer.loads_bring_states:
             hit, lacks_state = self._manager.lookup_for_load(request)
         else:
@@ -164,8 +166,16 @@ class Admitter:
         return drafts if whole else 0
 
     def _may_produce(self, request: Request, running: Sequence[Request]) -> bool:
-        in_flight = [self._manager.blocks_for(other.num_prompt) for other in running if other.new.produce]
+        in_flight = [self._manager.blocks_for(other.num_prompt) for other in running if other.produces]
         return self._producer.may_prefill(request, len(in_flight), sum(in_flight))
+
+    def _waits_for_itself(self, request: Request, running: Sequence[Request]) -> bool:
+        """Whether what fills the share has a part that nobody reads before this request has ended, too."""
+        answer_id = request.new.answer_id
+        if answer_id is None:
+            return False
+        in_flight = any(other.produces and other.new.answer_id == answer_id for other in running)
+        return in_flight or self._producer.keeps_for(answer_id)
 
     def _reserved(self, running: Sequence[Request], holding: Iterable[Request]) -> int:
         """Blocks that prefills and loads under way still need for what is known of their sequences."""

@@ -78,6 +78,7 @@ class Request:
             covered = digest_tokens(new.prompt[: new.source.grant.num_tokens])
             self.source = msgspec.structs.replace(new.source, prompt_digest=covered)
         self.loaded_deadline_ns: int | None = None
+        self.produces = new.produce  # its KV is to be kept; given up where that would have to wait for itself
         self.wait_cause = "queued"
         self._hash_tokens = hash_tokens
 

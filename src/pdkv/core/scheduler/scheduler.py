@@ -156,7 +156,7 @@ class Scheduler:
             if request.status is Status.LOADING:
                 skipped_holding.append(self.holding.popleft())
                 continue
-            if request.new.produce and any(other.new.produce for other in skipped_waiting):
+            if request.produces and any(other.produces for other in skipped_waiting):
                 skipped_waiting.append(self.waiting.pop())  # no prefill for a peer passes one that waits for its share
                 continue
             if request.status is Status.LOADED:
@@ -316,7 +316,7 @@ class Scheduler:
 
     def _keeps_kv(self, request: Request, reason: FinishReason) -> bool:
         """A peer may only be given KV that is all there: prompt prefilled, and no plan left that still writes."""
-        wanted = request.new.produce and reason in (FinishReason.STOP, FinishReason.LENGTH)
+        wanted = request.produces and reason in (FinishReason.STOP, FinishReason.LENGTH)
         return wanted and request.num_outputs > 0 and not self._in_flight(request)
 
     def announcement_failed(self, request: Request, cause: str) -> None:

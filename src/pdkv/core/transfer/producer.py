@@ -20,6 +20,7 @@ class Lease:
 
     request_id: str
     transfer_id: str | None
+    answer_id: str | None
     lease_id: int
     slot: int
     token: bytes
@@ -55,7 +56,7 @@ class Producer:
 
         The ``in_flight`` prefills for peers will want a slot each and their ``in_flight_blocks``. A prompt larger than
         the whole share is let in when nothing else is leased. (The scheduler lets no other prefill for a peer pass one
-        that waits here, so its turn comes.)
+        that waits here, so its turn comes. Nobody waits here for leases of its own answer: `NewRequest.answer_id`.)
         """
         pinned = int(self._manager.pool.ledger.counts[Account.RETAINED]) + in_flight_blocks
         limit = int(self._config.max_leased_fraction * (self._config.num_blocks - 1))
@@ -71,6 +72,7 @@ class Producer:
         lease = Lease(
             request_id=request.request_id,
             transfer_id=request.new.transfer_id,
+            answer_id=request.new.answer_id,
             lease_id=grant.lease_id,
             slot=grant.slot,
             token=grant.token,
@@ -95,6 +97,10 @@ class Producer:
     def may_keep(self, request: Request) -> bool:
         """Whether a lease can be granted now, and its consumer, as far as is known, still wants it."""
         return self._slots.num_free > 0 and self.announcements.wanted(request)
+
+    def keeps_for(self, answer_id: str) -> bool:
+        """Whether a lease stands for another request of the same answer."""
+        return any(lease.answer_id == answer_id for lease in self._by_token.values())
 
     def on_withdraw(self, message: Withdraw) -> None:
         """The consumer no longer waits: what is kept for it goes back."""
