@@ -6,7 +6,11 @@
 #include "vectors.h"
 
 #define NR (2 * VW)      /* columns of a packed panel */
-#define MR 6             /* rows of a register tile: 12 accumulators and 2 weights of 16 registers */
+#if VW == 16
+#define MR 8             /* rows of a register tile: 16 accumulators of 32 registers (24 were slower from 128 rows on) */
+#else
+#define MR 6             /* 12 accumulators and 2 weights of 16 registers */
+#endif
 #define K_BLOCK 1536     /* a panel's K range in the cache at once */
 #define X_BLOCK_FLOATS 65536 /* rows times K of the input in the cache at once */
 #define UNPACK_ABOVE 12  /* rows from which bf16 weights are turned into fp32 once instead of in every tile */
@@ -61,19 +65,20 @@ INLINE void tile(const int rows, const int bf16, const float *x, ptrdiff_t x_str
 
 INLINE void tiles(const int bf16, int64_t rows, const float *x, int64_t x_stride, const void *panel, int64_t k,
                   float *y, int64_t y_stride, int columns, const float *start, int accumulate) {
-    int64_t left = (rows + MR - 1) / MR; /* tiles of nearly equal height: 8 rows are 4 + 4, not 6 + 2 */
+    int64_t left = (rows + MR - 1) / MR; /* tiles of nearly equal height: 12 rows are 6 + 6, not 8 + 4 */
     for (int64_t m = 0; m < rows; left--) {
         int64_t height = (rows - m + left - 1) / left;
         const float *xm = x + m * x_stride;
         float *ym = y + m * y_stride;
+#define CASE(height) \
+    case height: tile(height, bf16, xm, x_stride, panel, k, ym, y_stride, columns, start, accumulate); break;
         switch (height) {
-        case 1: tile(1, bf16, xm, x_stride, panel, k, ym, y_stride, columns, start, accumulate); break;
-        case 2: tile(2, bf16, xm, x_stride, panel, k, ym, y_stride, columns, start, accumulate); break;
-        case 3: tile(3, bf16, xm, x_stride, panel, k, ym, y_stride, columns, start, accumulate); break;
-        case 4: tile(4, bf16, xm, x_stride, panel, k, ym, y_stride, columns, start, accumulate); break;
-        case 5: tile(5, bf16, xm, x_stride, panel, k, ym, y_stride, columns, start, accumulate); break;
-        default: tile(6, bf16, xm, x_stride, panel, k, ym, y_stride, columns, start, accumulate); break;
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if MR == 8
+            CASE(7) CASE(8)
+#endif
         }
+#undef CASE
         m += height;
     }
 }
