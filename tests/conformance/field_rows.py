@@ -50,16 +50,19 @@ def log_of(row: Row) -> StartupLog:
 
 
 def model_of(row: Row) -> ModelSpec | None:
-    """The model of a row: by its name, or one layer that stores as many bytes a token as the row's numbers imply."""
+    """The model of a row: by its name, or one layer that stores as many bytes a token as the row's numbers imply.
+
+    The rate stands for a model that nobody here knows only where one group keeps all tokens; then the row's blocks,
+    tokens and concurrency are still held against each other.
+    """
     found = known_model(row["model"])
     if found is not None:
         return found
-    named = re.fullmatch(r"[\w.-]+/[\w.-]+(?: \(.*\))?", row["model"])
-    rate = None if named else row["check"].get("bytes_per_token_per_rank")
+    rate = row["check"].get("bytes_per_token_per_rank") if row["check"].get("kv_groups", 1) == 1 else None
     if rate is None and row["model"] == "not stated":
         # No number of such a row depends on the bytes of a token: any rate gives the same.
         rate = 64
-    return None if rate is None else _model_of_rate(rate, row.get("kv_cache_dtype"))
+    return None if rate is None else _model_of_rate(rate, row.get("kv_cache_dtype"), _count(row.get("tp")) or 1)
 
 
 def known_model(name: str) -> ModelSpec | None:
@@ -75,7 +78,7 @@ def known_model(name: str) -> ModelSpec | None:
     return None
 
 
-def _model_of_rate(rate: int, kv_cache_dtype: str | None) -> ModelSpec:
+def _model_of_rate(rate: int, kv_cache_dtype: str | None, tensor_parallel: int) -> ModelSpec:
     per_element = 2 if str(kv_cache_dtype).startswith("fp8") else _BF16_K_AND_V_BYTES
     size = rate // per_element
     layer = LayerSpec(LayerKind.FULL_ATTENTION, 1, size, size)
@@ -83,7 +86,7 @@ def _model_of_rate(rate: int, kv_cache_dtype: str | None) -> ModelSpec:
         name=f"{rate} bytes a token",
         architecture="",
         layers=(layer,),
-        attention_heads=1,
+        attention_heads=tensor_parallel,
         max_model_len=1 << 30,
         dtype="bfloat16",
     )

@@ -204,7 +204,7 @@ def test_stages_divide_decoder_layers_not_caches() -> None:
 
 def test_latents_are_whole_on_every_rank() -> None:
     pages = {build(LATENT, tensor_parallel=size).stages[0]["layers.0.attn"].page_bytes for size in (1, 8, 32)}
-    assert pages == {64 * 576 * 2}
+    assert pages == {16 * 576 * 2}
 
 
 @pytest.mark.parametrize(

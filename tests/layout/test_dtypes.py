@@ -5,16 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pdkv.errors import ConfigError
-from pdkv.layout.backends import (
-    BACKENDS,
-    canonical_kv_dtype,
-    check_kv_dtype,
-    common_block_size,
-    default_backend,
-    find_backend,
-)
+from pdkv.layout.backend_choice import check_runs_on, default_backend
+from pdkv.layout.backends import BACKENDS, canonical_kv_dtype, check_kv_dtype, common_block_size, find_backend
 from pdkv.layout.build import KvSettings, stage_caches
 from pdkv.layout.dtypes import KV_DTYPES, kv_dtype, packed_cell, resolve_kv_dtype
+from pdkv.layout.rules import VllmRules
 from pdkv.models.families import spec_from_config
 from pdkv.models.spec import ModelSpec
 
@@ -144,7 +139,12 @@ def test_what_a_value_becomes(config: dict[str, object], value: str, backend: st
 def test_deepseek_v3_keeps_16_bit_by_default() -> None:
     """The founding report says fp8; vLLM 0.32 keeps the model's own type (section 1.2)."""
     built = stage_caches(model(LATENT), KvSettings(model_dtype="bfloat16", max_model_len=8192))
-    assert (built.value, built.dtype.name, built.backend.name, built.block_size) == ("auto", "bfloat16", "FLASHMLA", 64)
+    assert (built.value, built.dtype.name, built.backend.name, built.block_size) == (
+        "auto",
+        "bfloat16",
+        "FLASH_ATTN_MLA",
+        16,
+    )
 
 
 def test_refusals_name_who_takes_the_type() -> None:
@@ -158,20 +158,73 @@ def test_refusals_name_who_takes_the_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "value", "backend"),
+    ("config", "value", "compute", "backend"),
     [
-        (LLAMA, "auto", "FLASH_ATTN"),
-        (LLAMA, "fp8_e5m2", "TRITON_ATTN"),
-        (LLAMA, "int4_per_token_head", "TRITON_ATTN"),
-        (LLAMA, "nvfp4", "FLASHINFER"),
-        (LLAMA, "turboquant_3bit_nc", "TURBOQUANT"),
-        (LLAMA, "ultraquant_4bit", "ULTRAQUANT"),
-        (LATENT, "int8_per_token_head", "TRITON_MLA"),
-        (SPARSE, "auto", "FLASHMLA_SPARSE"),
+        (LLAMA, "auto", None, "FLASH_ATTN"),
+        (LLAMA, "auto", "7.0", "TRITON_ATTN"),
+        (LLAMA, "auto", "10.0", "FLASHINFER"),
+        (LLAMA, "auto", "gfx942", "ROCM_ATTN"),
+        (LLAMA, "fp8", "9.0", "FLASH_ATTN"),
+        (LLAMA, "fp8", "8.9", "FLASHINFER"),
+        (LLAMA, "fp8_e5m2", "9.0", "FLASHINFER"),
+        (LLAMA, "int4_per_token_head", None, "TRITON_ATTN"),
+        (LLAMA, "nvfp4", "8.0", "FLASHINFER"),
+        (LLAMA, "nvfp4_4over6", "10.3", "FLASHINFER"),
+        (LLAMA, "turboquant_3bit_nc", None, "TURBOQUANT"),
+        (LLAMA, "ultraquant_4bit", "gfx950", "ULTRAQUANT"),
+        (LATENT, "auto", None, "FLASH_ATTN_MLA"),
+        (LATENT, "fp8", None, "FLASHMLA"),
+        (LATENT, "auto", "10.0", "FLASHINFER_MLA"),
+        (LATENT, "auto", "8.0", "TRITON_MLA"),
+        (LATENT, "auto", "12.0", "TRITON_MLA"),
+        (LATENT, "int8_per_token_head", None, "TRITON_MLA"),
+        (SPARSE, "auto", None, "FLASHMLA_SPARSE"),
+        (SPARSE, "fp8", "9.0", "FLASHMLA_SPARSE"),
+        (SPARSE, "fp8", "10.0", "FLASHINFER_MLA_SPARSE"),
+        (SPARSE, "auto", "12.0", "FLASHINFER_MLA_SPARSE_SM120"),
+        # A plugin's own choice is not known: as on a Hopper.
+        (LLAMA, "fp8", "gaudi3", "FLASH_ATTN"),
     ],
 )
-def test_the_backend_that_is_taken(config: dict[str, object], value: str, backend: str) -> None:
-    assert default_backend(model(config), value).name == backend
+def test_the_backend_that_is_taken(config: dict[str, object], value: str, compute: str | None, backend: str) -> None:
+    assert default_backend(model(config), value, compute).name == backend
+
+
+@pytest.mark.parametrize(
+    ("config", "value", "compute", "named"),
+    [
+        (LLAMA, "nvfp4_4over6", "9.0", "compute capability 9.0"),
+        (LLAMA | {"head_dim": 64}, "nvfp4", "9.0", "nvfp4"),
+        (LLAMA, "ultraquant_4bit", "9.0", "ultraquant_4bit"),
+        (LLAMA, "nvfp4", "7.5", "compute capability 7.5"),
+        (SPARSE, "auto", "8.0", "no backend for sparse attention"),
+        (SPARSE, "auto", "gfx942", "gfx942"),
+    ],
+)
+def test_what_no_backend_of_a_device_takes_is_refused(
+    config: dict[str, object], value: str, compute: str, named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        default_backend(model(config), value, compute)
+
+
+def test_a_backend_is_refused_where_it_does_not_run() -> None:
+    with pytest.raises(ConfigError, match=r"FLASHMLA runs on .* 9.x, 10.x, not on one of compute capability 8.0"):
+        check_runs_on(BACKENDS["FLASHMLA"], "8.0")
+    with pytest.raises(ConfigError, match="ROCM_ATTN is for AMD"):
+        check_runs_on(BACKENDS["ROCM_ATTN"], "9.0")
+    with pytest.raises(ConfigError, match="gfx942"):
+        check_runs_on(BACKENDS["FLASH_ATTN"], "gfx942")
+    check_runs_on(BACKENDS["FLASHMLA"], "9.0")
+    check_runs_on(BACKENDS["FLASHMLA"], None)
+    check_runs_on(BACKENDS["ROCM_ATTN"], "gfx942")
+
+
+def test_latent_blocks_were_forced_before_0_19() -> None:
+    """Kimi-VL on an H100 with 0.19: FLASH_ATTN_MLA, 89,148 blocks for 1,426,368 tokens (field log)."""
+    assert default_backend(model(LATENT), "auto", "9.0", VllmRules("0.19")).preferred_block(16) == 16
+    assert default_backend(model(LATENT), "auto", "9.0", VllmRules("0.11")).preferred_block(16) == 64
+    assert default_backend(model(LATENT), "auto", "10.0", VllmRules("0.11")).preferred_block(16) == 128
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "decode_context_parallel_size": SIZES,
     "prefill_context_parallel_size": SIZES,
     "data_parallel_size": SIZES,
+    "enable_chunked_prefill": st.booleans(),
     "enable_expert_parallel": st.booleans(),
     "speculative_method": maybe(WORDS),
     "speculative_model": maybe(WORDS),

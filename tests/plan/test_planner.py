@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from pdkv.errors import ConfigError, UnsupportedModel
+from pdkv.plan.kv_transfer import parse_kv_transfer
 from pdkv.plan.planner import PlanOptions, make_plan
 from pdkv.source import PlannedModel, find_spec
 from pdkv.units import GIB, MIB
@@ -300,7 +302,8 @@ def test_latents_gain_nothing_from_tensor_but_from_context_parallel_ranks(tmp_pa
     assert one.capacity == eight.capacity
     assert eight.kv.bytes_per_token_all_ranks == 8 * one.kv.bytes_per_token
     assert any("adds no room for KV" in warning for warning in eight.warnings)
-    assert any("blocks of 64 tokens" in warning for warning in one.warnings)
+    b200 = make_plan(model, PlanOptions(kv_cache_memory_bytes=20 * GIB, gpu="b200"))
+    assert any("FLASHINFER_MLA and the layers of this model make blocks of 32" in text for text in b200.warnings)
     advice = {entry.id: entry for entry in eight.advice}["decode-context-parallel-size"]
     divided = make_plan(
         model, PlanOptions(kv_cache_memory_bytes=20 * GIB, tensor_parallel_size=8, decode_context_parallel_size=8)
@@ -351,3 +354,43 @@ def test_longrope_is_planned_at_the_length_it_is_served_at(tmp_path: Path) -> No
     assert make_plan(model, PlanOptions(kv_cache_memory_bytes=GIB)).capacity.max_model_len == 4096
     longer = PlanOptions(kv_cache_memory_bytes=100 * GIB, max_model_len=131072)
     assert make_plan(model, longer).capacity.max_model_len == 131072
+
+
+def test_the_device_decides_what_it_can_keep(tmp_path: Path) -> None:
+    model = planned(tmp_path)
+    with pytest.raises(ConfigError, match=r"nvfp4_4over6: no backend .* compute capability 9.0"):
+        make_plan(model, PlanOptions(kv_cache_memory_bytes=20 * GIB, gpu="h100", kv_cache_dtype="nvfp4_4over6"))
+    with pytest.raises(ConfigError, match=r"FLASH_ATTN runs on .* not on one of compute capability 7.5"):
+        make_plan(model, PlanOptions(kv_cache_memory_bytes=20 * GIB, gpu="t4", attention_backend="FLASH_ATTN"))
+    assert (
+        make_plan(
+            model, PlanOptions(kv_cache_memory_bytes=20 * GIB, gpu="b200", kv_cache_dtype="nvfp4_4over6")
+        ).kv.dtype
+        == "nvfp4_4over6"
+    )
+    gaudi = make_plan(model, PlanOptions(kv_cache_memory_bytes=20 * GIB, gpu="gaudi 3"))
+    assert any("plugin" in warning for warning in gaudi.warnings)
+
+
+def test_a_batch_is_what_vllm_makes_of_it(tmp_path: Path) -> None:
+    """engine/arg_utils.py: all requests together bound it; config/scheduler.py: what it refuses."""
+    model = planned(tmp_path)
+
+    def batch(**options: Any) -> tuple[int, int]:
+        found = make_plan(model, PlanOptions(kv_cache_memory_bytes=20 * GIB, gpu="h100", **options)).deployment
+        return found.max_num_batched_tokens, found.max_num_seqs
+
+    assert batch() == (8192, 1024)
+    assert batch(max_num_seqs=2, max_model_len=512) == (1024, 2)
+    assert batch(max_num_batched_tokens=128) == (128, 128)
+    assert batch(enable_chunked_prefill=False, max_model_len=8192) == (8192, 1024)
+    with pytest.raises(ConfigError, match="less than --max-num-seqs 256"):
+        batch(max_num_batched_tokens=128, max_num_seqs=256)
+    with pytest.raises(ConfigError, match="--no-enable-chunked-prefill: a prompt of 4096 tokens"):
+        batch(enable_chunked_prefill=False, max_num_batched_tokens=2048, max_model_len=4096)
+
+
+def test_a_connector_that_vllm_does_not_bring_is_named(tmp_path: Path) -> None:
+    transfer = parse_kv_transfer({"kv_connector": "Mine", "kv_role": "kv_both"})
+    plan = make_plan(planned(tmp_path), PlanOptions(kv_cache_memory_bytes=GIB, kv_transfer=transfer))
+    assert any("connector Mine is not one of vLLM 0.32" in warning for warning in plan.warnings)

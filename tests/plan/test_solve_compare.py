@@ -165,6 +165,9 @@ def test_usual_values() -> None:
         ("colour", "--compare colour: there are"),
         ("kv_transfer", "--compare kv_transfer: there are"),
         ("attention_backend", "give its values"),
+        ("kv_cache_dtype=", "a value is missing"),
+        ("tensor_parallel_size=1::2", "a value is missing"),
+        ("block_size=16,block_size=32", "named twice"),
         ("tensor_parallel_size=1:two", "'two'"),
         (
             "max_model_len=" + ":".join(map(str, range(1, 80))) + ",max_num_seqs=" + ":".join(map(str, range(1, 80))),

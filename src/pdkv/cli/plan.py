@@ -124,7 +124,7 @@ def plan(
         typer.Option(
             metavar="NAME",
             rich_help_panel=_TYPES,
-            help="As in vLLM; when not given, what it takes on an NVIDIA Hopper.",
+            help="As in vLLM; when not given, what it takes on that GPU (else an NVIDIA Hopper).",
         ),
     ] = None,
     block_size: Annotated[

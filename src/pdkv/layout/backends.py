@@ -11,7 +11,7 @@ from pdkv.errors import ConfigError
 from pdkv.layout.dtypes import KvDtype, kv_dtype, packed_cell
 from pdkv.layout.placement import KvLayout
 from pdkv.layout.specs import AttentionCache, KernelBlocks
-from pdkv.models.spec import LayerKind, ModelSpec, Record
+from pdkv.models.spec import ModelSpec, Record
 
 _SIXTEEN_BIT = ("auto", "float16", "bfloat16")
 _FP8 = ("fp8", "fp8_e4m3")
@@ -157,25 +157,6 @@ def find_backend(name: str) -> Backend:
         known = ", ".join(sorted(set(BACKENDS) - {"INDEXER"}))
         raise ConfigError(f"--attention-backend {name}: there is no such backend here; there are: {known}")
     return found
-
-
-def default_backend(model: ModelSpec, value: str) -> Backend:
-    """The backend that vLLM takes on an NVIDIA Hopper GPU for ``--kv-cache-dtype VALUE``."""
-    records = {layer.record for layer in model.layers}
-    if Record.V4_WINDOW in records:
-        return BACKENDS["FLASHMLA_SPARSE_DSV4"]
-    if Record.DEEPSEEK_SPARSE in records:
-        return BACKENDS["FLASHMLA_SPARSE"]
-    latent = model.has(LayerKind.MLA, LayerKind.SLIDING_WINDOW_MLA)
-    order = (
-        ("FLASHMLA", "TRITON_MLA")
-        if latent
-        else ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "TURBOQUANT", "ULTRAQUANT")
-    )
-    for name in order:
-        if value in BACKENDS[name].dtypes or value == "float32":
-            return BACKENDS[name]
-    return BACKENDS[order[0]]
 
 
 def canonical_kv_dtype(value: str, model: ModelSpec, backend: Backend) -> str:

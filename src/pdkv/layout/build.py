@@ -10,14 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pdkv.errors import ConfigError
-from pdkv.layout.backends import (
-    INDEXER_BACKEND,
-    Backend,
-    canonical_kv_dtype,
-    check_kv_dtype,
-    default_backend,
-    stored_type,
-)
+from pdkv.layout.backend_choice import check_runs_on, default_backend
+from pdkv.layout.backends import INDEXER_BACKEND, Backend, canonical_kv_dtype, check_kv_dtype, stored_type
 from pdkv.layout.block_size import BlockSizes, resolve_block_size
 from pdkv.layout.dtypes import KvDtype
 from pdkv.layout.pages import attention_cache, check_tensor_parallel, stage_layers, state_cache
@@ -35,7 +29,8 @@ class KvSettings:
 
     ``model_dtype`` is what the model computes in. ``skip_layers`` are layer indices as strings, or the word
     ``sliding_window``: those layers keep the model's own type. ``mamba_cache_mode`` follows ``prefix_caching`` when not
-    set. With ``check_backend`` off, a backend is taken for types and block sizes that it says it does not support.
+    set. ``compute`` is the device's architecture, as in `models.gpus`; not set is an NVIDIA Hopper. With
+    ``check_backend`` off, a backend is taken for types and block sizes that it says it does not support.
     """
 
     model_dtype: str
@@ -46,6 +41,7 @@ class KvSettings:
     pipeline_parallel: int = 1
     decode_context_parallel: int = 1
     backend: Backend | None = None
+    compute: str | None = None
     check_backend: bool = True
     skip_layers: tuple[str, ...] = ()
     prefix_caching: bool = True
@@ -78,11 +74,12 @@ def stage_caches(model: ModelSpec, settings: KvSettings) -> BuiltCaches:
     check_tensor_parallel(model, tensor_parallel)
     _check_context_parallel(model, settings)
     asked = settings.kv_cache_dtype if settings.kv_cache_dtype != "auto" else (model.kv_dtype or "auto")
-    backend = settings.backend or default_backend(model, asked)
+    backend = settings.backend or default_backend(model, asked, settings.compute, settings.rules)
     value = canonical_kv_dtype(settings.kv_cache_dtype, model, backend)
     dtype, own = stored_type(value, settings.model_dtype), stored_type("auto", settings.model_dtype)
     if settings.check_backend:
         check_kv_dtype(value, backend)
+        check_runs_on(backend, settings.compute)
     state = next((layer for layer in model.layers if layer.state is not None), None)
     attention = _standing_for_all(model)
     sizes = resolve_block_size(

@@ -90,6 +90,14 @@ class VllmRules:
         return self._since("0.21")
 
     @property
+    def blocks_follow_backend(self) -> bool:
+        """Whether a latent model gets the blocks of the backend that serves it, rather than 64 tokens (128 on SM100).
+
+        0.11 prints "Forcing kv cache block size to 64 for FlashMLA backend"; the logs of 0.19 have blocks of 16.
+        """
+        return self._since("0.19")
+
+    @property
     def default_utilization(self) -> float:
         """Share of a GPU's memory that is used unless the user says otherwise (pull request 38284)."""
         return 0.92 if self._since("0.21") else 0.9

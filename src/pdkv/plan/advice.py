@@ -203,8 +203,8 @@ def _batch(sized: Sized) -> Iterator[Lever]:
     if not sized.spec.has(*WINDOWED, LayerKind.CHUNKED_LOCAL):
         return
     # A step of a decode instance is a token a request, and now and then the rest of a prompt.
-    smaller = max(512, 1 << (options.seqs - 1).bit_length())
-    if smaller < options.batched_tokens:
+    smaller = max(512, 1 << (options.seqs(sized.spec) - 1).bit_length())
+    if smaller < options.batched_tokens(sized.spec):
         yield Lever(
             "max-num-batched-tokens",
             "on a decode instance, whose prompts arrive computed, let windows reserve for smaller steps: "

@@ -17,7 +17,7 @@ def graph_count(options: PlanOptions, spec: ModelSpec) -> int:
         return 0
     sizes = capture_sizes(options, spec)
     # Whole graphs are of decode steps, which have a token (and its drafts) for every request.
-    most = options.seqs * (1 + (options.speculative_tokens or 0))
+    most = options.seqs(spec) * (1 + (options.speculative_tokens or 0))
     whole = sum(size <= most for size in sizes)
     pieces = len(sizes) if "PIECEWISE" in mode else 0
     return pieces + (whole if "FULL" in mode else 0)
@@ -29,8 +29,8 @@ def capture_sizes(options: PlanOptions, spec: ModelSpec) -> tuple[int, ...]:
         return tuple(sorted(set(options.cudagraph_capture_sizes)))
     largest = options.max_cudagraph_capture_size
     if largest is None:
-        largest = min(2 * options.seqs, _LARGEST_OF.get(spec.architecture, _LARGEST))
-    largest = min(largest, options.batched_tokens)
+        largest = min(2 * options.seqs(spec), _LARGEST_OF.get(spec.architecture, _LARGEST))
+    largest = min(largest, options.batched_tokens(spec))
     sizes = [size for size in (1, 2, 4) if size <= largest]
     sizes += range(8, min(largest + 1, 256), 8)
     sizes += range(256, largest + 1, 16)

@@ -67,6 +67,10 @@ def parse_dimensions(text: str, spec: ModelSpec, options: PlanOptions) -> dict[s
         name = written.strip().lstrip("-").replace("-", "_")
         if name not in _COMPARABLE:
             raise ConfigError(f"--compare {written.strip()}: there are {', '.join(sorted(_COMPARABLE))}")
+        if name in found:
+            raise ConfigError(f"--compare {name}: named twice; give all its values at once, {name}=A{_SEPARATOR}B")
+        if equals and not all(value.strip() for value in listed.split(_SEPARATOR)):
+            raise ConfigError(f"--compare {part}: a value is missing, for example {name}=A{_SEPARATOR}B")
         if equals:
             values = tuple(_read(name, value.strip()) for value in listed.split(_SEPARATOR))
         elif name in _USUAL:

@@ -124,7 +124,7 @@ def decode_facts(sized: Sized, workload: Workload | None) -> DecodeFacts | None:
         output_tokens=None if load is None else load.output_tokens,
         reserved_blocks_per_request=rank.blocks_for(length),
         decoding_blocks_per_request=decoding_blocks(rank, length),
-        in_flight_tokens=sized.options.in_flight,
+        in_flight_tokens=sized.options.in_flight(sized.spec),
         watermark_blocks=watermark_blocks(sized),
         transferred_bytes_per_request=moved,
         transferred_bytes_all_ranks=moved_all,

@@ -78,8 +78,8 @@ def deployment_facts(sized: Sized) -> DeploymentFacts:
         kv_cache_size_tokens=capacity.kv_cache_size_tokens * options.data_parallel_size,
         hybrid_manager=options.hybrid_manager(sized.spec),
         attention_backend=sized.built.backend.name,
-        max_num_batched_tokens=options.batched_tokens,
-        max_num_seqs=options.seqs,
+        max_num_batched_tokens=options.batched_tokens(sized.spec),
+        max_num_seqs=options.seqs(sized.spec),
     )
 
 

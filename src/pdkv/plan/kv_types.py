@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pdkv.errors import ConfigError
-from pdkv.layout.backends import canonical_kv_dtype, check_kv_dtype, default_backend
+from pdkv.layout.backend_choice import default_backend
+from pdkv.layout.backends import canonical_kv_dtype, check_kv_dtype
 from pdkv.layout.dtypes import KV_DTYPES
 from pdkv.models.spec import ModelSpec
 from pdkv.plan.options import PlanOptions
@@ -19,8 +20,8 @@ def usable_types(spec: ModelSpec, options: PlanOptions) -> tuple[str, ...]:
     for value in KV_DTYPES:
         if value in ("float16", "bfloat16", "float32", "fp8_e4m3", "fp8_e5m2"):
             continue
-        backend = options.backend or default_backend(spec, value)
         try:
+            backend = options.backend or default_backend(spec, value, options.compute, options.rules)
             resolved = value if value == "auto" else canonical_kv_dtype(value, spec, backend)
             check_kv_dtype(resolved, backend)
         except ConfigError:

@@ -44,6 +44,7 @@ class PlanOptions:
     throughput_mode: bool = False
     async_scheduling: bool = True
     v1_runner: bool = False
+    enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     watermark: float = 0.0
     dtype: str = "auto"
@@ -112,6 +113,11 @@ class PlanOptions:
         return None if self.attention_backend is None else find_backend(self.attention_backend)
 
     @property
+    def compute(self) -> str | None:
+        """The architecture of the device that was named (``"9.0"``, ``"gfx942"``), which decides the backend."""
+        return None if self.gpu is None else find_gpu(self.gpu).compute
+
+    @property
     def layout(self) -> KvLayout | None:
         """The physical layout that was asked for."""
         return None if self.kv_cache_layout is None else find_layout(self.kv_cache_layout)
@@ -126,15 +132,37 @@ class PlanOptions:
         """GPUs of all engines."""
         return self.ranks * self.data_parallel_size
 
-    @property
-    def batched_tokens(self) -> int:
-        """Tokens of one step: as given, else what ``vllm serve`` takes on a GPU of that memory."""
-        return self.max_num_batched_tokens or self._batch_defaults()[0]
+    def batched_tokens(self, spec: ModelSpec) -> int:
+        """Tokens of one step: as given, else what ``vllm serve`` takes on a GPU of that memory for requests this long.
 
-    @property
-    def seqs(self) -> int:
-        """Most requests in one step, likewise."""
-        return self.max_num_seqs or self._batch_defaults()[1]
+        Without chunked prefill at least a whole request, and never more than all requests together hold
+        (engine/arg_utils.py, _set_default_max_num_seqs_and_batched_tokens_args).
+        """
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        tokens, seqs = self._batch_defaults()
+        length = self.length(spec)
+        if not self.enable_chunked_prefill:
+            tokens = max(tokens, length)
+        return min(tokens, (self.max_num_seqs or seqs) * length)
+
+    def seqs(self, spec: ModelSpec) -> int:
+        """Most requests in one step: as given, else vLLM's default, at most one a token."""
+        return self.max_num_seqs or min(self._batch_defaults()[1], self.batched_tokens(spec))
+
+    def check_batch(self, spec: ModelSpec) -> None:
+        """Raise ConfigError where vLLM refuses the batch (SchedulerConfig.verify_max_model_len)."""
+        tokens, seqs, length = self.batched_tokens(spec), self.seqs(spec), self.length(spec)
+        if tokens < seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {seqs}: every request of a step has a "
+                "token in it; raise the one or lower the other"
+            )
+        if not self.enable_chunked_prefill and tokens < length:
+            raise ConfigError(
+                f"--no-enable-chunked-prefill: a prompt of {length} tokens (--max-model-len) is one step, more than "
+                f"--max-num-batched-tokens {tokens}; raise it, lower the length, or leave chunked prefill on"
+            )
 
     def _batch_defaults(self) -> tuple[int, int]:
         gpu = None if self.gpu is None else find_gpu(self.gpu)
@@ -200,6 +228,7 @@ class PlanOptions:
             pipeline_parallel=self.pipeline_parallel_size,
             decode_context_parallel=self.decode_context_parallel_size,
             backend=self.backend,
+            compute=self.compute,
             skip_layers=self.skip_layers(spec),
             prefix_caching=self.enable_prefix_caching,
             mamba_cache_mode=self.mamba_cache_mode,
@@ -209,20 +238,21 @@ class PlanOptions:
             rules=self.rules,
         )
 
-    @property
-    def in_flight(self) -> int:
+    def in_flight(self, spec: ModelSpec) -> int:
         """Tokens scheduled but not settled: what windows and chunks reserve for."""
+        batch = self.batched_tokens(spec)
         if self.v1_runner:
             batches = max(self.pipeline_parallel_size, 2 if self.async_scheduling else 1)
-            return self.batched_tokens * (batches if self.rules.reserves_every_batch_in_flight else 1)
+            return batch * (batches if self.rules.reserves_every_batch_in_flight else 1)
         return in_flight_tokens(
-            self.batched_tokens,
+            batch,
             self.pipeline_parallel_size,
             async_scheduling=self.async_scheduling,
             rules=self.rules,
         )
 
-    @property
-    def limits(self) -> Limits:
+    def limits(self, spec: ModelSpec) -> Limits:
         """What the size of a request depends on besides its length."""
-        return Limits(max_in_flight_tokens=self.in_flight, decode_context_parallel=self.decode_context_parallel_size)
+        return Limits(
+            max_in_flight_tokens=self.in_flight(spec), decode_context_parallel=self.decode_context_parallel_size
+        )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pdkv.layout.backends import default_backend
+from pdkv.layout.backend_choice import default_backend, has_known_choice
 from pdkv.layout.groups import RankLayout
 from pdkv.models.fields import reading
 from pdkv.models.spec import LayerKind, ModelSpec
@@ -105,12 +105,21 @@ def warnings_of(spec: ModelSpec, sized: Sized) -> tuple[str, ...]:
         found.append(f"the checkpoint {said}; vLLM's --dtype auto serves it in bfloat16")
     if options.kv_cache_dtype == "auto" and spec.kv_dtype is not None:
         found.append(f"the checkpoint asks for {built.dtype.name} KV, and --kv-cache-dtype auto follows it")
-    if options.attention_backend is None and built.backend is not default_backend(spec, "auto"):
+    if options.attention_backend is None and not has_known_choice(options.compute):
+        found.append(f"{options.gpu} is served by a plugin of vLLM: blocks and types are those of an NVIDIA Hopper")
+    elif options.attention_backend is None and built.backend is not default_backend(
+        spec, "auto", options.compute, options.rules
+    ):
         found.append(f"{built.dtype.name} KV needs the {built.backend.name} backend; the numbers are for it")
     if built.block_size != (options.block_size or options.rules.default_block_size):
         found.append(f"{built.backend.name} and the layers of this model make blocks of {built.block_size} tokens")
     if skipped := set(options.skip_layers(spec)) - set(options.kv_cache_dtype_skip_layers):
         found.append(f"layers {', '.join(sorted(skipped, key=int))} keep the model's own type, as under vllm serve")
+    if options.kv_transfer is not None:
+        found += [
+            f"connector {name} is not one of vLLM 0.32: taken as one without hybrid support"
+            for name in options.kv_transfer.unknown
+        ]
     found += draft_warnings(options)
     found += _replication(spec, options)
     found += _padding(sized.bottleneck)

@@ -52,6 +52,7 @@ class Sized:
 
 def lay_out(spec: ModelSpec, options: PlanOptions) -> tuple[ModelSpec, BuiltCaches, tuple[RankLayout, ...]]:
     """The caches and groups of every stage. Raises ConfigError for settings that cannot be."""
+    options.check_batch(spec)
     spec = with_draft_layers(spec, options.speculative_method)
     _check_backend(spec, options.backend)
     settings = options.settings(spec)
@@ -64,7 +65,7 @@ def lay_out(spec: ModelSpec, options: PlanOptions) -> tuple[ModelSpec, BuiltCach
     hybrid = options.hybrid_manager(spec)
     try:
         layouts = layouts_of_stages(
-            built.stages, layout=built.layout, limits=options.limits, hybrid_manager=hybrid, rules=options.rules
+            built.stages, layout=built.layout, limits=options.limits(spec), hybrid_manager=hybrid, rules=options.rules
         )
     except ConfigError as error:
         if hybrid or options.kv_transfer is None or options.disable_hybrid_kv_cache_manager:

@@ -93,8 +93,8 @@ class _Engine:
     def step(self) -> Step:
         """The step of the profile run."""
         return Step(
-            tokens=self.options.batched_tokens,
-            rows=self.options.seqs,
+            tokens=self.options.batched_tokens(self.model.spec),
+            rows=self.options.seqs(self.model.spec),
             max_model_len=self.options.length(self.model.spec),
             element_bytes=_ELEMENT_BYTES[self.options.model_dtype(self.model.spec)],
         )

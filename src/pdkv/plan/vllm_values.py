@@ -13,6 +13,7 @@ from pdkv.plan.kv_transfer import parse_kv_transfer
 from pdkv.units import GIB
 
 _HUMAN = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
+_MOST_DIGITS = 30
 _SCALE = {"": 1} | {letter: 1000**power for power, letter in enumerate("kmgt", 1)}
 _SCALE |= {letter.upper(): 1024**power for power, letter in enumerate("kmgt", 1)}
 
@@ -32,6 +33,8 @@ def integer(flag: str, text: str) -> int:
     if match is None or ("." in match[1] and (not match[2] or match[2].isupper())):
         raise ConfigError(f"{flag} {text!r}: vLLM takes an integer here, such as 8192, 8k (8000) or 8K (8192)")
     scale: int = _SCALE[match[2]]
+    if len(match[1]) > _MOST_DIGITS:
+        raise ConfigError(f"{flag} {match[1][:12]}...: a number of {len(match[1])} digits; give one that can be")
     return int(float(match[1]) * scale) if "." in match[1] else int(match[1]) * scale
 
 
@@ -62,7 +65,10 @@ def _words(_flag: str, texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _gib(flag: str, text: str) -> int | None:
-    return round(number(flag, text) * GIB) or None
+    value = number(flag, text)
+    if not 0 <= value < 1e12:
+        raise ConfigError(f"{flag} {text}: a number of GiB, at least 0")
+    return round(value * GIB) or None
 
 
 def _choice(*allowed: str) -> Callable[[str, str], str]:
@@ -123,10 +129,7 @@ def _speculative(given: Given, flag: str, value: Mapping[str, Any]) -> None:
 
 
 def _kv_transfer(given: Given, _flag: str, value: Mapping[str, Any]) -> None:
-    transfer = parse_kv_transfer(value)
-    given.options["kv_transfer"] = transfer
-    for name in transfer.unknown:
-        given.warnings.append(f"connector {name} is not one of vLLM 0.32: taken as one without hybrid support")
+    given.options["kv_transfer"] = parse_kv_transfer(value)
 
 
 def _optimization(given: Given, flag: str, text: str) -> None:
@@ -157,6 +160,7 @@ FIELDS: Mapping[str, tuple[str, Callable[[str, Any], Any] | None]] = {
     "--kv-cache-memory-bytes": ("kv_cache_memory_bytes", integer),
     "--kv-cache-dtype": ("kv_cache_dtype", None),
     "--num-gpu-blocks-override": ("num_gpu_blocks_override", integer),
+    "--enable-chunked-prefill": ("enable_chunked_prefill", None),
     "--enable-prefix-caching": ("enable_prefix_caching", None),
     "--kv-cache-dtype-skip-layers": ("kv_cache_dtype_skip_layers", _words),
     "--mamba-cache-dtype": ("mamba_cache_dtype", None),
