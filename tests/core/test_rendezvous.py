@@ -178,6 +178,22 @@ def test_a_prompt_that_is_cached_does_not_wait() -> None:
     assert sent(plan) == [Register(ID, "P"), Withdraw(ID)]
 
 
+@pytest.mark.parametrize("first_leaves", [False, True])
+def test_a_second_request_of_one_id_is_computed_here(first_leaves: bool) -> None:
+    """It would never hear anything: the one announcement is the first one's, and so is the withdrawal."""
+    engine = consumer()
+    step(engine, 0, [decode()])
+    plan, _ = step(engine, 1, [replace(decode(), request_id="second")])
+    assert plan.batch.request_ids == ("second",)
+    assert sent(plan) == []
+    plan, _ = step(engine, 2, [Abort("d" if first_leaves else "second")])
+    assert sent(plan) == ([Withdraw(ID)] if first_leaves else [])
+    assert ("d" in engine.requests) is not first_leaves
+    if not first_leaves:
+        _, events = step(engine, 3, [FromProducer(Gone(ID, "it died"), P)])
+        assert [event.request_id for event in events if isinstance(event, LoadFailed)] == ["d"]
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("how", ["gone", "too late", "another prompt's"])
 def test_what_does_not_come(policy: str, how: str) -> None:

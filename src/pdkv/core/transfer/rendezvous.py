@@ -133,9 +133,12 @@ class Waits:
         self._waits: dict[str, Wait] = {}  # by transfer id
 
     def arrive(self, request: Request) -> None:
-        """Register from now on."""
+        """Register from now on. One announcement serves one request: the id's second is computed here instead."""
         awaited = request.awaited
         assert awaited is not None
+        if awaited.transfer_id in self._waits:
+            request.awaited = None
+            return
         now_ns = self._journal.now_ns
         wait = Wait(request, awaited, now_ns + self._config.push_registration_timeout_ns, now_ns)
         self._waits[awaited.transfer_id] = wait
