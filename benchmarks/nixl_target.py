@@ -6,27 +6,17 @@ one start to the next, by where the host had put their pages.
 
 from __future__ import annotations
 
-import importlib
 import os
 import select
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from pdkv.runtime.shared_memory import SharedMemory
+from pdkv.runtime.transports.nixl_api import Descriptors, descriptors, import_nixl
 
 _MEMORY = "DRAM"
-
-
-def _import_api() -> Any:
-    for module in ("nixl_cu12._api", "nixl_cu13._api", "nixl._api"):
-        try:
-            return importlib.import_module(module)
-        except ImportError:
-            continue
-    raise ImportError("no NIXL is installed")
 
 
 class NixlEnd:
@@ -35,7 +25,7 @@ class NixlEnd:
     def __init__(self, name: str, memory: SharedMemory) -> None:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-        api = _import_api()
+        api = import_nixl()
         self.memory = memory
         self.agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self.agent.register_memory([(memory.address, memory.nbytes, 0, "")], _MEMORY)
@@ -61,11 +51,8 @@ class NixlEnd:
         handle.release()
 
 
-def _blocks(base: int, ids: Sequence[int], block_bytes: int) -> Any:
-    descriptors = np.zeros((len(ids), 3), dtype=np.uint64)
-    descriptors[:, 0] = np.asarray(ids, dtype=np.uint64) * np.uint64(block_bytes) + np.uint64(base)
-    descriptors[:, 1] = block_bytes
-    return descriptors
+def _blocks(base: int, ids: Sequence[int], block_bytes: int) -> Descriptors:
+    return descriptors(np.asarray(ids, dtype=np.int64) * block_bytes + base, block_bytes)
 
 
 def main() -> None:

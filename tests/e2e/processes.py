@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
@@ -19,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdkv.serve.params import PREFILL_LEG
 
-HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl"))
 INSTANCE = ("--port", "0", "--threads", "1", "--max-model-len", "2048", "--debug")
 
 
@@ -107,4 +105,4 @@ def until(what: Callable[[], bool], timeout_s: float = 30.0) -> None:
     end = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.1)
+        time.sleep(0.05)

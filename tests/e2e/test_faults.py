@@ -9,11 +9,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 from tests.e2e.harness import decode, idle_blocks, instance, prefill
+from tests.e2e.processes import until
 
 from pdkv.core.ports import (
     Admitted,
@@ -31,14 +32,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LONG = list(range(1000, 1600))  # 600 tokens: 38 blocks, 28 MB: several slices
 SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 96 << 20}
-
-
-def until(what: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait for ``what``; fails after ``timeout_s``."""
-    end = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def all_idle(*sides: Instance) -> bool:

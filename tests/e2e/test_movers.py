@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from benchmarks.transfer_half import empty_plan
 from tests.e2e.harness import Flight, array, decode, idle_blocks, instance, prefill
-from tests.e2e.processes import HAS_NIXL
+from tests.nixl_here import needs_nixl
 from tests.runtime.tiny import save_tiny
 
 from pdkv.core.ports import FinishReason, LoadFailed, LoadFinished, NewRequest, RemoteSource
@@ -26,7 +26,6 @@ from pdkv.runtime.control import Control
 from pdkv.runtime.instance import Instance
 from pdkv.runtime.transports.shm import ShmTransport
 
-needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="no NIXL wheel is installed")
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [[(7 * i + j) % 90 + 3 for j in range(length)] for i, length in enumerate((5, 16, 33, 100))]
 SETTINGS = {"max_model_len": 256, "kv_cache_memory_bytes": 8 << 20, "dtype": "float32", "max_num_batched_tokens": 64}

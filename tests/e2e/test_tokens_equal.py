@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from tests.e2e.processes import HAS_NIXL, INSTANCE, Part, tokens_of, until
+from tests.e2e.processes import INSTANCE, Part, tokens_of, until
 from tests.e2e.reference import Reference
+from tests.nixl_here import HAS_NIXL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import zmq
 from benchmarks.transfer_half import FACTS, Half
+from tests.nixl_here import HAS_NIXL, needs_nixl
 
 from pdkv.core.ports import Done, FromConsumer, Heartbeat, Keepalive, Peer, ReadEnded, RemoteSource, SendMessage
 from pdkv.core.transfer.proof import proof_key
@@ -22,8 +23,6 @@ from pdkv.runtime import peers as peers_module
 from pdkv.runtime.control import available_transport
 from pdkv.runtime.wire import WIRE_VERSION, Hello, HelloReply, NixlOffer, PeerMemory, Refused, decode_question, encode
 
-HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl"))
-needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="no NIXL wheel is installed")
 MOVERS = [
     ("shm", "process"),
     ("shm", "thread"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import queue
 import signal
@@ -18,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 from benchmarks.transfer_half import Half
+from tests.nixl_here import needs_nixl
 
 from pdkv.core.ports import MoverRestarted, ReadEnded, RemoteSource
 from pdkv.runtime.mover_host import MoverKind
@@ -25,8 +25,6 @@ from pdkv.runtime.reader import Reader
 
 pytestmark = pytest.mark.slow
 
-HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl"))
-needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="no NIXL wheel is installed")
 TRANSPORTS = ["shm", pytest.param("nixl", marks=needs_nixl)]
 MOVERS = [  # of the consumer: the one that writes, so the one that fences; the producer's is a process to be killed
     ("shm", "process"),

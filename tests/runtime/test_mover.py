@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import select
 import subprocess
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.nixl_here import HAS_NIXL
 
 from pdkv.runtime.mover_channel import MoverChannel
 from pdkv.runtime.mover_process import MoverProcess
@@ -32,8 +32,6 @@ from pdkv.runtime.wire import (
     Serve,
     Start,
 )
-
-HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl"))
 
 
 class Driven:

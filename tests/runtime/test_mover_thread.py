@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import textwrap
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.transfer_half import Half
+from tests.nixl_here import needs_nixl
 
 from pdkv.core.ports import FromConsumer, MoverRestarted
 from pdkv.errors import FenceLost
@@ -23,8 +23,6 @@ from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.transports.base import Copy, LocalMemory
 from pdkv.runtime.transports.shm import ShmTransport
 
-HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl"))
-needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="no NIXL wheel is installed")
 ROOT = Path(__file__).resolve().parents[2]
 
 

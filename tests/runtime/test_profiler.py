@@ -73,7 +73,7 @@ def test_settings_out_of_range(model: LoadedModel, settings: dict[str, float]) -
 
 
 def test_the_start_up_check_names_the_largest_utilization_that_works() -> None:
-    baseline = MemoryBaseline(profiler.torch.device("cuda", 0), 80 * GIB, 40 * GIB, 0)
+    baseline = MemoryBaseline(profiler.torch.device("cuda", 0), 80 * GIB, 40 * GIB)
     require_free(baseline, 40 * GIB, 0.5)
     with pytest.raises(DoesNotFit, match=r"has 40\.00 GiB of 80\.00 GiB free, .* 73\.60 GiB .* 0\.92 .*at most 0\.5 "):
         require_free(baseline, math.ceil(80 * GIB * 0.92), 0.92)

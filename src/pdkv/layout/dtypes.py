@@ -74,11 +74,6 @@ class KvDtype:
     element: str
     quant: str = "NONE"
 
-    @property
-    def per_token_head(self) -> bool:
-        """Whether every token of every head has a scale beside it."""
-        return self.quant.endswith("_PER_TOKEN_HEAD")
-
     def cell_bytes(self, head_dim: int, head_dim_v: int) -> int:
         """Bytes of K and V of one token of one KV head, when the backend packs as the type wants (section 1).
 

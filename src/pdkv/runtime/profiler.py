@@ -35,12 +35,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class MemoryBaseline:
-    """The device before any weights: ``total_bytes``, ``free_bytes`` (CPU: available RAM), and this process's RSS."""
+    """The device before any weights: ``total_bytes`` and ``free_bytes`` (CPU: available RAM)."""
 
     device: torch.device
     total_bytes: int
     free_bytes: int
-    rss_bytes: int
 
     @classmethod
     def take(cls, device: str) -> MemoryBaseline:
@@ -49,9 +48,9 @@ class MemoryBaseline:
         if target.type == "cuda":
             _settle(target)
             free, total = torch.cuda.mem_get_info(target)
-            return cls(target, total, free, 0)
+            return cls(target, total, free)
         total, available = _ram()
-        return cls(target, total, available, _rss())
+        return cls(target, total, available)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

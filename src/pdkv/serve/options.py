@@ -20,7 +20,6 @@ WeightStorage = Literal["auto", "bf16"]
 PrefillFallback = Literal["local", "fail"]
 
 DEFAULT_PORT = 8000
-DEFAULT_CHILD_PORTS: dict[str, int] = {"prefill": 8100, "decode": 8200}
 DEFAULT_INSTANCE_TIMEOUT_S = 30.0
 
 
