@@ -163,6 +163,21 @@ def test_a_stopped_producer_is_fenced_by_restarting_the_mover(tcp_pair: tuple[Ha
     assert consumer.inbox.empty()
 
 
+@needs_nixl
+def test_a_cancelled_read_that_fails_is_not_tried_again(tcp_pair: tuple[Half, Half]) -> None:
+    """The producer's mover, stopped in the middle, dies: from the next one the READ could be had, but nobody wants it."""
+    producer, consumer = tcp_pair
+    handle = _begin_big_read(producer, consumer)
+    os.kill(producer.control.mover_pid, signal.SIGSTOP)
+    consumer.submit(cancels=(handle,))
+    time.sleep(0.2)
+    os.kill(producer.control.mover_pid, signal.SIGKILL)
+    ended = consumer.wait(ReadEnded)
+    assert ended.handle == handle
+    assert ended.slot is None
+    assert ended.error is not None
+
+
 def test_a_cancelled_read_writes_nothing_after_its_report(pair: tuple[Half, Half]) -> None:
     producer, consumer = pair
     handle = _begin_big_read(producer, consumer)

@@ -50,6 +50,7 @@ class _Read:
     stage: _Stage = _Stage.HELLO
     deadline_ns: int = 0
     asked: bool = False  # a handshake of its own: whatever the peer told then is the last word
+    cancelled: bool = False  # nobody wants it any more: it is not tried again
     connection: _Connection | None = None
     failure: str | None = None  # of the attempt over `connection`
 
@@ -91,6 +92,7 @@ class Reader:
         read = self._reads.get(handle)
         if read is None:  # over, and reported
             return
+        read.cancelled = True
         if read.stage is _Stage.MOVING:
             self.mover.send(Cancel(handle=handle))
         else:
@@ -132,7 +134,7 @@ class Reader:
     def _again(self, read: _Read, error: str, now_ns: int) -> bool:
         """Whether to ask the peer, once, if there is another memory to read from by now (its mover was restarted)."""
         link = self.peers.link(read.peer, now_ns)
-        if read.failure is not None or not isinstance(link, PeerLink):
+        if read.cancelled or read.failure is not None or not isinstance(link, PeerLink):
             return False
         read.stage, read.failure, read.asked = _Stage.HELLO, error, True
         self.peers.ask(link, now_ns)
