@@ -24,6 +24,10 @@ class Reference:
         """The ids of a prompt."""
         return list(self._tokenizer(text)["input_ids"])
 
+    def text(self, tokens: list[int]) -> str:
+        """What they say."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
     def generate(self, prompt: list[int], count: int) -> list[int]:
         """Greedy tokens, end of text ignored."""
         torch = self._torch

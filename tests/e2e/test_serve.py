@@ -8,14 +8,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from tests.e2e.processes import until
+from tests.e2e.reference import Reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -88,14 +89,6 @@ class Cluster:
                 self.process.kill()
 
 
-def until(what: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait for ``what``; fails after ``timeout_s``."""
-    end = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def cluster(smollm2: str) -> Iterator[Cluster]:
     running = Cluster("smollm2")
@@ -104,16 +97,9 @@ def cluster(smollm2: str) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def truth(smollm2: str) -> str:
+def truth(reference: Reference) -> str:
     """transformers' own continuation of the prompt."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
-    ids = tokenizer(PROMPT, return_tensors="pt")
-    out = model.generate(**ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
-    return str(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+    return reference.text(reference.generate(reference.tokenize(PROMPT), 6))
 
 
 def test_the_answer_is_transformers_own_and_its_kv_came_from_p(cluster: Cluster, truth: str) -> None:

@@ -165,7 +165,7 @@ def test_a_stopped_producer_is_fenced_by_restarting_the_mover(tcp_pair: tuple[Ha
 
 @needs_nixl
 def test_a_cancelled_read_that_fails_is_not_tried_again(tcp_pair: tuple[Half, Half]) -> None:
-    """The producer's mover, stopped in the middle, dies: from the next one the READ could be had, but nobody wants it."""
+    """The producer's mover dies in the middle: from the next one the READ could be had, but nobody wants it."""
     producer, consumer = tcp_pair
     handle = _begin_big_read(producer, consumer)
     os.kill(producer.control.mover_pid, signal.SIGSTOP)
