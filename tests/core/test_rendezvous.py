@@ -183,7 +183,7 @@ def test_a_second_request_of_one_id_is_computed_here(first_leaves: bool) -> None
     """It would never hear anything: the one announcement is the first one's, and so is the withdrawal."""
     engine = consumer()
     step(engine, 0, [decode()])
-    plan, _ = step(engine, 1, [replace(decode(), request_id="second")])
+    plan, _ = step(engine, 1, [replace(decode(), request_id="second", cache_salt="a cache of its own")])
     assert plan.batch.request_ids == ("second",)
     assert sent(plan) == []
     plan, _ = step(engine, 2, [Abort("d" if first_leaves else "second")])
