@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from pdkv.cli.main import run
+from pdkv.models.catalog import catalog
 
 SMALL = ("smollm2", "--kv-cache-memory-bytes", "2GiB")
 
@@ -52,3 +55,36 @@ def test_what_was_not_understood_is_said_with_every_answer(plan: Printed) -> Non
         out, _ = plan(*asked, *answer)
         assert any(line.startswith("note: --enable-lora: ") for line in out)
     assert any(line.startswith("pdkv: --enable-lora: ") for line in plan(*asked, "--emit")[1])
+
+
+def test_fewer_gpus_by_8_bits_stand_below_what_gives_nothing_up(plan: Printed) -> None:
+    # 5,825 blocks of 16 tokens: 1,456 requests of 64 tokens, and twice as many in 8 bits.
+    many, _ = plan(*SMALL, "--target-concurrency", "2900", "--at-tokens", "64")
+    assert many[0].startswith("2 GPUs hold 2,900 requests of 64 tokens at once: --data-parallel-size 2")
+    assert "--kv-cache-dtype" not in many[0]
+    assert many[1].startswith("1 GPU holds them in 8 bits, which rounds keys and values")
+    assert many[1].endswith("--kv-cache-dtype fp8")
+    one, _ = plan(*SMALL, "--target-concurrency", "1", "--at-tokens", "1")
+    assert one[0] == "1 GPU holds 1 request of 1 token at once: nothing to set"
+    assert "8 bits" not in one[1]
+    only, _ = plan(*SMALL, "--target-concurrency", "2900", "--at-tokens", "64", "--max-gpus", "1")
+    assert only[0].startswith("not on 1 GPU with KV in the model's own type: 2,900 requests")
+    assert only[1].startswith("1 GPU holds them in 8 bits")
+    none, _ = plan(*SMALL, "--target-concurrency", "9000", "--at-tokens", "64", "--max-gpus", "1")
+    assert none[0].startswith("not on 1 GPU: 9,000 requests")
+    assert none[1].startswith("nearest: ")
+
+
+def test_the_command_names_the_model_as_vllm_knows_it(plan: Printed, tmp_path: Path) -> None:
+    def served(ref: str) -> str:
+        return plan(ref, "--kv-cache-memory-bytes", "99GiB", "--emit")[0][0].removesuffix(" \\")
+
+    assert served("smollm2") == "vllm serve HuggingFaceTB/SmolLM2-135M-Instruct"
+    # An alias is another checkpoint of the same shape: the one that was asked for is served.
+    assert served("smollm2-135m") == "vllm serve HuggingFaceTB/SmolLM2-135M"
+    assert served("huggingfacetb/smollm2-135M") == "vllm serve HuggingFaceTB/SmolLM2-135M"
+    assert all(any("/" in name for name in model.names) for model in catalog().values())
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(catalog()["smollm2"].config))
+    assert served(str(folder)) == served(str(folder / "config.json")) == f"vllm serve '{folder}'"

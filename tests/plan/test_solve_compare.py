@@ -64,11 +64,17 @@ def test_a_solution_holds_what_it_says_and_nothing_smaller_does(name: str, count
         each = cdiv(count, one.data_parallel_size)
         assert found.whole_requests(one.longest_tokens) >= each
         assert one.longest_tokens == model.spec.max_model_len or found.whole_requests(one.longest_tokens + 1) < each
+    if report.unquantized is not None:
+        assert report.best is not None
+        assert report.unquantized.kv_cache_dtype == "auto"
+        assert report.unquantized.gpus >= report.best.gpus
+        assert report.best.kv_cache_dtype == "auto" or report.best.gpus < report.unquantized.gpus
     fewest = report.best.gpus if report.best else 17
+    fewest_own = report.unquantized.gpus if report.unquantized else 17
     for tensor, pipeline, context, kind in itertools.product(
         (1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 4, 8, 16), ("auto", "fp8")
     ):
-        engines = (fewest - 1) // (tensor * pipeline)
+        engines = ((fewest_own if kind == "auto" else fewest) - 1) // (tensor * pipeline)
         if tensor % context or not engines:
             continue
         smaller = Solution(
@@ -97,6 +103,22 @@ def test_what_cannot_be_met_says_what_comes_nearest() -> None:
     )
     assert asked.best is not None
     assert {one.kv_cache_dtype for one in (asked.best, *asked.others)} == {"fp8"}
+    assert asked.unquantized == asked.best
+
+
+def test_a_checkpoint_that_asks_for_8_bits_is_kept_in_them() -> None:
+    quantized = planned("dense", quantization_config={"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"})
+    assert quantized.spec.kv_dtype is not None
+    report = solved(quantized, Target(concurrency=100, tokens=8192), kv_cache_memory_bytes=4 * GIB)
+    assert report.best is not None
+    assert report.unquantized == report.best
+    assert {one.kv_cache_dtype for one in (report.best, *report.others)} == {"auto"}
+
+
+def test_sizes_that_were_given_are_said_to_be_unused() -> None:
+    target = Target(concurrency=1, tokens=1000)
+    report = solved(planned("dense"), target, kv_cache_memory_bytes=GIB, tensor_parallel_size=4)
+    assert any("--tensor-parallel-size 4 was not used" in warning for warning in report.warnings)
 
 
 @pytest.mark.parametrize("changes", [{"concurrency": 0}, {"tokens": 0}, {"max_gpus": 0}])

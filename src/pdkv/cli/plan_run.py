@@ -134,10 +134,15 @@ class Asked:
         print(path)
 
 
-def _served_as(name: str) -> str:
-    """What vLLM calls the model: the hub id of a name in the catalogue."""
-    known = find_model(name)
-    return name if known is None else next((each for each in known.names if "/" in each), name)
+def _served_as(ref: str) -> str:
+    """What vLLM calls the model: the hub id that was meant, of a name in the catalogue; the directory of a config."""
+    known = find_model(ref)
+    if known is None:
+        path = Path(ref).expanduser()
+        return str(path.parent if path.name == "config.json" and path.is_file() else path)
+    ids = [name for name in known.names if "/" in name]
+    meant = [name for name in ids if ref.lower() in (name.lower(), name.lower().rpartition("/")[2])]
+    return next(iter([*meant, *ids]), ref)
 
 
 def transfer(config: str | None, role: str | None) -> KvTransfer | None:

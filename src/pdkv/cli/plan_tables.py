@@ -48,23 +48,30 @@ def print_solution(report: SolveReport) -> None:
     """The verdict, then the table of what else would do."""
     console = Console(highlight=False, soft_wrap=True)
     target = report.target
-    wanted = f"{target.concurrency:,} requests of {target.tokens:,} tokens at once"
-    if report.best is not None:
-        console.print(f"[bold green]{report.best.gpus} GPUs[/] hold {wanted}: {_split(report.best)}")
+    wanted = f"{_count(target.concurrency, 'request')} of {_count(target.tokens, 'token')} at once"
+    if report.unquantized is None:
+        kind = " with KV in the model's own type" if report.best is not None else ""
+        console.print(f"[bold red]not on {_count(target.max_gpus, 'GPU')}[/]{kind}: {wanted}")
     else:
-        console.print(f"[bold red]not on {target.max_gpus} GPUs[/]: {wanted}")
-        if report.nearest is not None:
-            near = report.nearest
-            console.print(
-                f"nearest: {near.requests:,} of them on {near.gpus} GPUs ({_split(near)}); "
-                + (
-                    f"{target.concurrency:,} fit when each has {near.longest_tokens:,} tokens"
-                    if near.longest_tokens
-                    else "fewer requests, or more GPUs (--max-gpus)"
-                )
+        console.print(f"[bold green]{_holds(report.unquantized)}[/] {wanted}: {_split(report.unquantized)}")
+    if report.best is not None and report.best != report.unquantized:
+        console.print(
+            f"[bold yellow]{_holds(report.best)}[/] them in 8 bits, which rounds keys and values (check the answers' "
+            f"quality): {_split(report.best)}"
+        )
+    if report.nearest is not None:
+        near = report.nearest
+        console.print(
+            f"nearest: {near.requests:,} of them on {_count(near.gpus, 'GPU')} ({_split(near)}); "
+            + (
+                f"{target.concurrency:,} fit when each has {_count(near.longest_tokens, 'token')}"
+                if near.longest_tokens
+                else "fewer requests, or more GPUs (--max-gpus)"
             )
+        )
     print_refusals(console, report.warnings)
-    listed = [solution for solution in (report.best, *report.others) if solution is not None]
+    # What gives up no quality first, though others may need fewer GPUs.
+    listed = [one for one in dict.fromkeys((report.unquantized, report.best, *report.others)) if one is not None]
     if listed:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("GPUs", "TP", "PP", "DCP", "DP", "KV type", "requests held", "longest for as many"):
@@ -84,6 +91,14 @@ def print_solution(report: SolveReport) -> None:
     print_notes(console, report.warnings)
 
 
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _holds(solution: Solution) -> str:
+    return f"{_count(solution.gpus, 'GPU')} {'holds' if solution.gpus == 1 else 'hold'}"
+
+
 def _split(solution: Solution) -> str:
     sizes = (
         ("--tensor-parallel-size", solution.tensor_parallel_size),
@@ -94,4 +109,4 @@ def _split(solution: Solution) -> str:
     words = [f"{flag} {size}" for flag, size in sizes if size > 1]
     if solution.kv_cache_dtype != "auto":
         words.append(f"--kv-cache-dtype {solution.kv_cache_dtype}")
-    return " ".join(words) or "one GPU, nothing to set"
+    return " ".join(words) or "nothing to set"

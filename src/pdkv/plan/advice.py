@@ -157,7 +157,11 @@ def _hybrid(sized: Sized) -> Iterator[Lever]:
 def _types(sized: Sized) -> Iterator[Lever]:
     options, built = sized.options, sized.built
     if built.dtype.element_bytes > 1:
-        yield Lever("kv-cache-dtype", "store KV in 8 bits: --kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"})
+        yield Lever(
+            "kv-cache-dtype",
+            "store KV in 8 bits, where the model's quality allows: --kv-cache-dtype fp8",
+            {"kv_cache_dtype": "fp8"},
+        )
     wide = any(layer.state is not None and layer.state.cells_dtype == "float32" for layer in sized.spec.layers)
     if wide and options.mamba_ssm_cache_dtype == "auto":
         yield Lever(

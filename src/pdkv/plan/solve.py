@@ -18,6 +18,7 @@ from pdkv.plan.sizing import Sized
 from pdkv.units import cdiv
 
 _STEPS = (1, 2, 4, 8, 16, 32, 64)
+_CHOSEN = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size", "data_parallel_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +56,14 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveReport:
-    """``best`` needs the fewest GPUs (``None``: nothing up to ``max_gpus`` does); ``others`` are the next best, one for
-    every type of KV and split; ``nearest`` is what comes closest when nothing is enough. ``warnings`` as in a plan."""
+    """``best`` needs the fewest GPUs (``None``: nothing up to ``max_gpus`` does), ``unquantized`` the fewest of those
+    that keep KV in the type that was asked for (auto: the model's own) and so give up no quality: the same one, where
+    8 bits save no GPU. ``others`` are the next best, one for every type of KV and split; ``nearest`` is what comes
+    closest when nothing is enough. ``warnings`` as in a plan."""
 
     target: Target
     best: Solution | None
+    unquantized: Solution | None
     others: tuple[Solution, ...]
     nearest: Solution | None
     examined: int
@@ -69,8 +73,8 @@ class SolveReport:
 def solve(spec: ModelSpec, options: PlanOptions, target: Target, resize: Resize) -> SolveReport:
     """The smallest deployments of ``spec`` that hold ``target``, cheapest first.
 
-    With ``options.kv_cache_dtype`` of auto, 8-bit KV is tried too. Raises the layout's error when no split at all can
-    be started.
+    With ``options.kv_cache_dtype`` of auto, 8-bit KV is tried too, unless the checkpoint asks for a type. Raises
+    the layout's error when no split at all can be started.
     """
     found: list[tuple[Sized, int]] = []
     refused: PdkvError | None = None
@@ -99,6 +103,7 @@ def solve(spec: ModelSpec, options: PlanOptions, target: Target, resize: Resize)
     return SolveReport(
         target=target,
         best=best,
+        unquantized=next((one for one in meets if one.kv_cache_dtype == options.kv_cache_dtype), None),
         others=tuple(_distinct(meets[1:], best)),
         nearest=None if best else nearest,
         examined=examined,
@@ -107,7 +112,8 @@ def solve(spec: ModelSpec, options: PlanOptions, target: Target, resize: Resize)
 
 
 def _splits(spec: ModelSpec, options: PlanOptions, target: Target) -> Iterator[PlanOptions]:
-    types = ("auto", "fp8") if options.kv_cache_dtype == "auto" else (options.kv_cache_dtype,)
+    quantizable = options.kv_cache_dtype == "auto" and spec.kv_dtype is None
+    types = ("auto", "fp8") if quantizable else (options.kv_cache_dtype,)
     for tensor in _STEPS:
         for pipeline in _STEPS[:3]:
             if tensor * pipeline * options.prefill_context_parallel_size > target.max_gpus:
@@ -177,11 +183,15 @@ def _distinct(solutions: Sequence[Solution], best: Solution | None, most: int = 
             yield solution
 
 
-def _warnings(options: PlanOptions) -> tuple[str, ...]:
-    if options.kv_cache_memory_bytes is None:
-        spread = "with expert parallelism, engines beside one another would also divide the experts; not counted here"
-        return (spread,) if options.enable_expert_parallel else ()
-    return (
-        "the same KV bytes per GPU were taken for every split; more tensor or pipeline ranks leave more beside the "
-        "weights, which --gpu instead of --kv-cache-memory-bytes counts",
-    )
+def _warnings(options: PlanOptions) -> Iterator[str]:
+    given = {name: getattr(options, name) for name in _CHOSEN}
+    unused = ", ".join(f"--{name.replace('_', '-')} {size}" for name, size in given.items() if size > 1)
+    if unused:
+        yield f"the sizes are what is looked for: {unused} was not used"
+    if options.kv_cache_memory_bytes is not None:
+        yield (
+            "the same KV bytes per GPU were taken for every split; more tensor or pipeline ranks leave more beside the "
+            "weights, which --gpu instead of --kv-cache-memory-bytes counts"
+        )
+    elif options.enable_expert_parallel:
+        yield "with expert parallelism, engines beside one another would also divide the experts; not counted here"
