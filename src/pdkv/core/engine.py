@@ -46,7 +46,8 @@ from pdkv.core.transfer.lease import LeaseSlots, SlotArray
 from pdkv.core.transfer.producer import Producer
 from pdkv.core.transfer.proof import digest_tokens
 from pdkv.core.transfer.rendezvous import Announcements
-from pdkv.errors import BadRequest, BlocksInUse, DoesNotFit
+from pdkv.core.validation import check_request, check_source
+from pdkv.errors import BadRequest, BlocksInUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,47 +111,7 @@ class Engine:
 
     def validate(self, new: NewRequest) -> None:
         """Refuse what can never be served: raises `BadRequest` or `DoesNotFit`; changes nothing, any thread."""
-        length, limit = len(new.prompt), self.config.max_model_len
-        if length == 0:
-            raise BadRequest("the prompt is empty; send at least one token")
-        if length + 1 > limit:
-            raise BadRequest(
-                f"the prompt has {length} tokens; with at least one to generate this instance takes at most "
-                f"{limit - 1} (max_model_len {limit}). Shorten the prompt or start with a larger --max-model-len"
-            )
-        if new.max_tokens < 1:
-            raise BadRequest(f"max_tokens is {new.max_tokens}; ask for at least 1")
-        most = self.manager.most_encoder_tokens
-        if not 0 <= new.encoder_tokens <= most:
-            raise BadRequest(
-                f"the request has {new.encoder_tokens} tokens of an encoder; this instance's model takes 0 to {most}"
-            )
-        usable = self.config.num_blocks - 1
-        needed = self.manager.blocks_for(length + 1, new.encoder_tokens)
-        if needed > usable:
-            raise DoesNotFit(
-                f"the prompt needs {needed} blocks of {self.config.block_size} tokens; the whole pool has {usable}. "
-                "Shorten the prompt or give the instance more KV memory (--kv-cache-memory-bytes)"
-            )
-        if (new.source is not None or new.awaited is not None or new.produce) and self.manager.most_encoder_tokens:
-            raise BadRequest(
-                "this instance's model attends to what an encoder put out, which is not transferred between instances. "
-                "Send the request without kv_transfer_params"
-            )
-        if new.source is not None:
-            self._validate_source(new, new.source)
-
-    def _validate_source(self, new: NewRequest, source: RemoteSource) -> None:
-        grant, most = source.grant, len(new.prompt) - self.manager.leaves_last_token
-        counts = grant.group_blocks or (len(grant.block_ids),)
-        expected = tuple(stop - first for first, stop in self.manager.peer_spans(grant.num_tokens))
-        if not 1 <= grant.num_tokens <= most or counts != expected or len(grant.block_ids) != sum(expected):
-            sizes = _slashed([group.block_size for group in self.config.groups])
-            raise BadRequest(
-                f"kv_transfer_params name {grant.num_tokens} tokens in {_slashed(counts)} blocks for a prompt of "
-                f"{len(new.prompt)} tokens; blocks hold {sizes} tokens, so {_slashed(expected)} blocks and at most "
-                f"{most} tokens are expected. Pass the prefill instance's answer on unchanged"
-            )
+        check_request(new, self.config, self.manager)
 
     def schedule(self, now_ns: int, inbox: Sequence[InboxItem] = ()) -> Plan:
         """Take in what happened, let timers act, and plan the next step (its batch may be empty)."""
@@ -327,7 +288,7 @@ class Engine:
             prompt_digest=digest_tokens(request.new.prompt[: item.message.grant.num_tokens]),
         )
         try:
-            self._validate_source(request.new, source)
+            check_source(request.new, source, self.config, self.manager)
         except BadRequest as error:
             self.consumer.waits.drop(request, tell=True)
             self.scheduler.announcement_failed(request, str(error))
@@ -389,10 +350,6 @@ class Engine:
             num_drafts=num_drafts,
             samples=rows.samples,
         )
-
-
-def _slashed(counts: Sequence[int]) -> str:
-    return "/".join(str(count) for count in counts)
 
 
 def _input_tokens(rows: PlanRows, num_drafts: Int32Array, pending: BoolArray) -> Int32Array:

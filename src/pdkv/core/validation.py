@@ -1,0 +1,61 @@
+"""Requests that can never be served, refused with the numbers before they get into an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pdkv.core.blocks.manager import KVCacheManager
+from pdkv.core.config import EngineConfig
+from pdkv.core.ports import NewRequest, RemoteSource
+from pdkv.errors import BadRequest, DoesNotFit
+
+
+def check_request(new: NewRequest, config: EngineConfig, manager: KVCacheManager) -> None:
+    """Raises `BadRequest`, or `DoesNotFit` for a prompt larger than the whole pool."""
+    length, limit = len(new.prompt), config.max_model_len
+    if length == 0:
+        raise BadRequest("the prompt is empty; send at least one token")
+    if length + 1 > limit:
+        raise BadRequest(
+            f"the prompt has {length} tokens; with at least one to generate this instance takes at most "
+            f"{limit - 1} (max_model_len {limit}). Shorten the prompt or start with a larger --max-model-len"
+        )
+    if new.max_tokens < 1:
+        raise BadRequest(f"max_tokens is {new.max_tokens}; ask for at least 1")
+    most = manager.most_encoder_tokens
+    if not 0 <= new.encoder_tokens <= most:
+        raise BadRequest(
+            f"the request has {new.encoder_tokens} tokens of an encoder; this instance's model takes 0 to {most}"
+        )
+    usable = config.num_blocks - 1
+    needed = manager.blocks_for(length + 1, new.encoder_tokens)
+    if needed > usable:
+        raise DoesNotFit(
+            f"the prompt needs {needed} blocks of {config.block_size} tokens; the whole pool has {usable}. "
+            "Shorten the prompt or give the instance more KV memory (--kv-cache-memory-bytes)"
+        )
+    if (new.source is not None or new.awaited is not None or new.produce) and manager.most_encoder_tokens:
+        raise BadRequest(
+            "this instance's model attends to what an encoder put out, which is not transferred between instances. "
+            "Send the request without kv_transfer_params"
+        )
+    if new.source is not None:
+        check_source(new, new.source, config, manager)
+
+
+def check_source(new: NewRequest, source: RemoteSource, config: EngineConfig, manager: KVCacheManager) -> None:
+    """Raises `BadRequest` when the blocks that ``source`` grants are not those of a prompt such as ``new`` has."""
+    grant, most = source.grant, len(new.prompt) - manager.leaves_last_token
+    counts = grant.group_blocks or (len(grant.block_ids),)
+    expected = tuple(stop - first for first, stop in manager.peer_spans(grant.num_tokens))
+    if not 1 <= grant.num_tokens <= most or counts != expected or len(grant.block_ids) != sum(expected):
+        sizes = _slashed(group.block_size for group in config.groups)
+        raise BadRequest(
+            f"kv_transfer_params name {grant.num_tokens} tokens in {_slashed(counts)} blocks for a prompt of "
+            f"{len(new.prompt)} tokens; blocks hold {sizes} tokens, so {_slashed(expected)} blocks and at most "
+            f"{most} tokens are expected. Pass the prefill instance's answer on unchanged"
+        )
+
+
+def _slashed(counts: Iterable[int]) -> str:
+    return "/".join(str(count) for count in counts)
