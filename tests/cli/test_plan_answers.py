@@ -88,3 +88,32 @@ def test_the_command_names_the_model_as_vllm_knows_it(plan: Printed, tmp_path: P
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(catalog()["smollm2"].config))
     assert served(str(folder)) == served(str(folder / "config.json")) == f"vllm serve '{folder}'"
+
+
+def row(lines: list[str], name: str) -> str:
+    """What stands beside ``name`` in a table, over all its lines."""
+    first = next(index for index, line in enumerate(lines) if line.strip().startswith(name))
+    indent = lines[first].index(name)
+    rest = []
+    for line in lines[first + 1 :]:
+        if line[indent : indent + 1].strip() or not line.strip():
+            break
+        rest.append(line.strip())
+    return " ".join([lines[first].strip().removeprefix(name).strip(), *rest])
+
+
+def test_what_times_would_decide_is_not_shown_as_nothing(plan: Printed) -> None:
+    bare, _ = plan(*SMALL, "--role", "decode")
+    assert not any("D holds" in line for line in bare)
+    assert row(bare, "not known without").startswith("--prompt-tokens, --output-tokens, --request-rate, ")
+    load = ("--role", "decode", "--prompt-tokens", "1000", "--output-tokens", "100", "--request-rate", "2")
+    some, _ = plan(*SMALL, *load)
+    assert row(some, "D holds") == "not known: running, loading"
+    assert row(some, "not known without") == "--time-per-output-token, --prefill-time, --transfer-bandwidth"
+    more, _ = plan(*SMALL, *load, "--time-per-output-token", "0.01")
+    # 2 requests a second for 1 s each, 1,050 tokens in 66 blocks.
+    assert row(more, "D holds") == "132 running blocks on average; not known: loading"
+    times = ("--time-per-output-token", "0.01", "--prefill-time", "0.5", "--transfer-bandwidth", "100G")
+    whole, _ = plan(*SMALL, *load, *times)
+    assert row(whole, "D holds").startswith("132 running, 0.0")
+    assert not any("not known" in line for line in whole)

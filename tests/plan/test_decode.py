@@ -10,7 +10,7 @@ import pytest
 from tests.plan.models import planned
 
 from pdkv.errors import ConfigError
-from pdkv.plan.decode import DecodeFacts, Workload
+from pdkv.plan.decode import LOAD_FLAGS, DecodeFacts, Workload
 from pdkv.plan.kv_transfer import CONNECTORS, parse_kv_transfer
 from pdkv.plan.options import PlanOptions
 from pdkv.plan.planner import make_plan
@@ -124,6 +124,7 @@ def test_states_travel_as_one_page_each() -> None:
 def test_unknown_times_leave_out_what_they_decide() -> None:
     facts = decode("dense", {"kv_connector": "NixlConnector"}, Workload(prompt_tokens=8000, output_tokens=800))
     assert facts.decode is facts.prefill is facts.lease_bytes_bound is facts.transfer_time_s is None
+    assert facts.missing == ("--request-rate", "--time-per-output-token", "--prefill-time", "--transfer-bandwidth")
     partly = decode("dense", None, replace(LOAD, transfer_bandwidth=None, prefill_time_s=None))
     assert partly.decode is not None
     assert partly.decode.running == 42_000
@@ -131,13 +132,15 @@ def test_unknown_times_leave_out_what_they_decide() -> None:
     assert partly.prefill_engines_per_decode_engine is partly.preempted_time_s is None
     alone = decode("dense", {"kv_connector": "NixlConnector"}, None)
     assert alone.prompt_tokens is None
+    assert len(alone.missing) == 6
+    assert decode("dense", None).missing == ()
     assert alone.reserved_blocks_per_request == 131072 // 16
     assert make_plan(planned("dense"), PlanOptions(kv_cache_memory_bytes=GIB)).decode is None
 
 
 @pytest.mark.parametrize("name", LOAD.__slots__)
 def test_loads_that_cannot_be(name: str) -> None:
-    with pytest.raises(ConfigError, match="must be above 0"):
+    with pytest.raises(ConfigError, match=f"{LOAD_FLAGS[name]} 0: must be above 0"):
         replace(LOAD, **{name: 0})
 
 

@@ -160,6 +160,8 @@ def _print_decode(console: Console, decode: DecodeFacts) -> None:
         )
     if decode.prefill_engines_per_decode_engine is not None:
         table.add_row("P for each D", f"{decode.prefill_engines_per_decode_engine:.2f}")
+    if decode.missing:
+        table.add_row("not known without", ", ".join(decode.missing))
     console.print(table, soft_wrap=False)
     for note in decode.notes:
         console.print(f"[yellow]note[/]: {note}")
@@ -167,8 +169,12 @@ def _print_decode(console: Console, decode: DecodeFacts) -> None:
 
 def _held_text(held: HeldBlocks) -> str:
     parts = (("running", held.running), ("loading", held.loading), ("kept for a peer", held.retained))
-    text = ", ".join(f"{value:,.0f} {name}" for name, value in parts if value is not None)
-    return f"{text} blocks on average" + ("" if held.engines is None else f": {held.engines:.2f} engines")
+    known = [f"{value:,.0f} {name}" if value >= 10 else f"{value:.2g} {name}" for name, value in parts if value]
+    unknown = [name for name, value in parts if value is None]
+    text = f"{', '.join(known)} blocks on average" if known else ""
+    if held.engines is not None:
+        text += f": {held.engines:.2f} engines"
+    return "; ".join(filter(None, (text, f"not known: {', '.join(unknown)}" if unknown else "")))
 
 
 def _print_long(console: Console, long: LongContext) -> None:

@@ -16,6 +16,16 @@ from pdkv.plan.kv_transfer import KvTransfer
 from pdkv.plan.sizing import Sized
 from pdkv.units import cdiv
 
+LOAD_FLAGS = {
+    "prompt_tokens": "--prompt-tokens",
+    "output_tokens": "--output-tokens",
+    "requests_per_s": "--request-rate",
+    "time_per_output_token_s": "--time-per-output-token",
+    "prefill_time_s": "--prefill-time",
+    "transfer_bandwidth": "--transfer-bandwidth",
+}
+"""Fields of a Workload -> the options of `pdkv plan` that they come from."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -36,7 +46,7 @@ class Workload:
         for name in self.__slots__:
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e18:
-                raise ConfigError(f"--{name.removesuffix('_s').replace('_', '-')} {value}: must be above 0")
+                raise ConfigError(f"{LOAD_FLAGS[name]} {value}: must be above 0")
 
     @property
     def decode_time_s(self) -> float | None:
@@ -65,7 +75,8 @@ class DecodeFacts:
     ``watermark_blocks`` are left free by admission. ``preempted_tokens`` are computed again, on D, when D preempts it
     half-way. ``decode`` and ``prefill`` are averages over the whole deployment, ``engines`` how many pools like this
     one they fill. ``lease_bytes_bound`` is what P holds when no D reads for a whole lease. ``device_buffer_bytes`` are
-    staging buffers beside the pool (``None``: not known).
+    staging buffers beside the pool (``None``: not known). ``missing`` are the flags of the load that were not given, in
+    whose place something above is ``None``.
     """
 
     role: str | None
@@ -89,6 +100,7 @@ class DecodeFacts:
     lease_bytes_bound: int | None
     prefill_engines_per_decode_engine: float | None
     notes: tuple[str, ...]
+    missing: tuple[str, ...] = ()
 
 
 def decode_facts(sized: Sized, workload: Workload | None) -> DecodeFacts | None:
@@ -138,6 +150,7 @@ def decode_facts(sized: Sized, workload: Workload | None) -> DecodeFacts | None:
         lease_bytes_bound=_lease_bound(rank, load, transfer),
         prefill_engines_per_decode_engine=_ratio(prefill, decode),
         notes=tuple(_notes(sized, transfer)),
+        missing=tuple(flag for name, flag in LOAD_FLAGS.items() if load is None or getattr(load, name) is None),
     )
 
 
