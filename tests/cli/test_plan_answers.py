@@ -117,3 +117,15 @@ def test_what_times_would_decide_is_not_shown_as_nothing(plan: Printed) -> None:
     whole, _ = plan(*SMALL, *load, *times)
     assert row(whole, "D holds").startswith("132 running, 0.0")
     assert not any("not known" in line for line in whole)
+
+
+def test_given_bytes_have_no_share_of_the_gpu_beside_them(plan: Printed) -> None:
+    given, _ = plan(*SMALL, "--gpu", "h200")
+    assert not any("asked for" in line for line in given)
+    assert row(given, "beside it").startswith("weights 257.59 MiB, ")
+    assert row(given, "beside it").endswith("estimated; the GPU has 139.80 GiB")
+    assert not any(line.strip().startswith("beside it") for line in plan(*SMALL)[0])
+    both, _ = plan(*SMALL, "--gpu", "h200", "--gpu-memory-utilization", "0.5")
+    assert any(line.endswith("--gpu-memory-utilization was not used") for line in both)
+    share, _ = plan("smollm2", "--gpu", "h200", "--gpu-memory-utilization", "0.5")
+    assert row(share, "of").startswith("69.90 GiB of 139.80 GiB asked for; ")

@@ -230,6 +230,7 @@ def test_given_bytes_stay_exact_and_are_checked_against_the_gpu() -> None:
     found = make_plan(model(), options).memory
     assert (found.basis, found.available_kv_bytes, found.low_bytes) == ("given", 40 * GIB, None)
     assert found.weights_bytes == pytest.approx(14.99 * GIB, rel=0.001)
+    assert found.requested_bytes is None, "vLLM's share of the GPU decides nothing then"
     assert found.notes == ()
     found = make_plan(model(), replace(options, kv_cache_memory_bytes=70 * GIB)).memory
     assert "more than the GPU has" in found.notes[0]

@@ -52,7 +52,11 @@ def print_report(report: PlanReport, irrelevant: Sequence[str] = ()) -> None:
     table.add_row("layers", _groups_text(report))
     table.add_row("memory for KV", _memory_text(report.memory))
     if report.memory.requested_bytes is not None:
-        table.add_row("of", _budget_text(report.memory))
+        asked, total = report.memory.requested_bytes, report.memory.total_bytes or 0
+        table.add_row("of", f"{format_bytes(asked)} of {format_bytes(total)} asked for; {_terms_text(report.memory)}")
+    elif report.memory.weights_bytes is not None:
+        total = report.memory.total_bytes or 0
+        table.add_row("beside it", f"{_terms_text(report.memory)}, estimated; the GPU has {format_bytes(total)}")
     table.add_row("blocks", f"{capacity.num_blocks:,}, of which {capacity.usable_blocks:,} usable")
     table.add_row("a longest request", f"{capacity.blocks_per_max_len_request:,} blocks")
     deployment = report.deployment
@@ -94,8 +98,8 @@ def _memory_text(memory: MemoryFacts) -> str:
     return f"{text}: between {format_bytes(memory.low_bytes)} and {format_bytes(memory.high_bytes)}"
 
 
-def _budget_text(memory: MemoryFacts) -> str:
-    """What was asked of the GPU and what takes it before KV does."""
+def _terms_text(memory: MemoryFacts) -> str:
+    """What takes memory besides KV."""
     parts = (
         ("weights", memory.weights_bytes),
         ("activations", memory.activation_bytes),
@@ -103,8 +107,7 @@ def _budget_text(memory: MemoryFacts) -> str:
         ("CUDA graphs", memory.cudagraph_bytes),
         ("reserved", memory.reserve_bytes),
     )
-    spent = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts if value)
-    return f"{format_bytes(memory.requested_bytes or 0)} of {format_bytes(memory.total_bytes or 0)} asked for; {spent}"
+    return ", ".join(f"{name} {format_bytes(value)}" for name, value in parts if value)
 
 
 def _gpus_text(report: PlanReport) -> str:

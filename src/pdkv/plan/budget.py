@@ -64,8 +64,15 @@ def memory_facts(model: PlannedModel, sized: Sized, calibration: Calibration | N
             f"the KV memory that was asked for is about {format_bytes(over)} more than the GPU has beside weights, "
             "activations and the rest: expect it to run out of memory",
         )
+    # vLLM does not look at its share of the GPU then.
     return replace(
-        around, available_kv_bytes=found.available_kv_bytes, basis="given", low_bytes=None, high_bytes=None, notes=notes
+        around,
+        available_kv_bytes=found.available_kv_bytes,
+        basis="given",
+        low_bytes=None,
+        high_bytes=None,
+        requested_bytes=None,
+        notes=notes,
     )
 
 

@@ -100,6 +100,9 @@ def warnings_of(spec: ModelSpec, sized: Sized) -> tuple[str, ...]:
     found = [*beyond_model_length(spec, options.length(spec)), *spec.warnings]
     if options.num_gpu_blocks_override is not None and options.kv_cache_memory_bytes is not None:
         found.append("--num-gpu-blocks-override decides the number of blocks; --kv-cache-memory-bytes was not used")
+    given = options.kv_cache_memory_bytes is not None or options.num_gpu_blocks_override is not None
+    if given and options.gpu_memory_utilization is not None:
+        found.append("what KV gets was given in bytes or blocks; --gpu-memory-utilization was not used")
     if options.dtype == "auto" and spec.dtype in (None, "float32"):
         said = "does not say its type" if spec.dtype is None else "is in float32"
         found.append(f"the checkpoint {said}; vLLM's --dtype auto serves it in bfloat16")

@@ -62,7 +62,8 @@ class MemoryFacts:
     """Where the budget comes from, per GPU.
 
     ``basis`` "given": stated by the user, so that nothing had to be estimated; "estimated": ``available_kv_bytes`` lies
-    between ``low_bytes`` and ``high_bytes``. ``dominated_by`` names the largest term.
+    between ``low_bytes`` and ``high_bytes``. ``dominated_by`` names the largest term. ``requested_bytes`` are vLLM's
+    share of the GPU, ``None`` where the bytes for KV are given and the share decides nothing.
     """
 
     available_kv_bytes: int
