@@ -129,3 +129,29 @@ def test_given_bytes_have_no_share_of_the_gpu_beside_them(plan: Printed) -> None
     assert any(line.endswith("--gpu-memory-utilization was not used") for line in both)
     share, _ = plan("smollm2", "--gpu", "h200", "--gpu-memory-utilization", "0.5")
     assert row(share, "of").startswith("69.90 GiB of 139.80 GiB asked for; ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--command", "vllm serve smollm2 -tp two"], "pdkv: --command: --tensor-parallel-size 'two': "),
+        (["--command", "vllm serve smollm2 -tp 0"], "pdkv: --command: --tensor-parallel-size 0: must be"),
+        (["--command", "vllm serve smollm2 -tp"], "pdkv: --command: --tensor-parallel-size needs a value"),
+        (["--command", "vllm serve $M"], "pdkv: --command: $M is a variable"),
+        (["--command", "vllm serve no/such"], "pdkv: --command: the model no/such: not a name"),
+        (["no/such", "--command", "vllm serve smollm2"], "pdkv: no/such: not a name"),
+        (["smollm2", "--watermark"], "pdkv: --watermark needs a value"),
+        (["smollm2", "--watermark", "x"], "pdkv: --watermark 'x': not a number"),
+    ],
+)
+def test_errors_say_which_part_of_the_command_was_meant(plan: Printed, arguments: list[str], says: str) -> None:
+    out, [error] = plan(*arguments)
+    assert not out
+    assert error.startswith(says)
+
+
+def test_an_unknown_model_hides_no_unknown_flag(plan: Printed) -> None:
+    for model in ((), ("no/such",)):
+        _, [error] = plan(*model, "--command", "vllm serve no/such --foo 3 --enable-lora")
+        assert "no/such: not a name in the catalogue" in error
+        assert error.endswith(". Also in --command, no flags of vLLM 0.32: --foo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from pdkv.plan.options import PlanOptions
 from pdkv.plan.planner import make_plan, size_planned
 from pdkv.plan.report import PlanReport
 from pdkv.plan.sizing import Sized
-from pdkv.plan.vllm_args import parse_call, parse_command
-from pdkv.source import find_spec
+from pdkv.plan.vllm_args import ServeCommand, parse_call, parse_command
+from pdkv.source import PlannedModel, find_spec
 
 _MOST_GPUS = 64
 
@@ -53,7 +54,7 @@ class Asked:
         for part in read:
             base |= part.given
         self.options = PlanOptions(**{**base, **given})
-        self.model = find_spec(name, self.overrides)
+        self.model = _find(name, own, pasted, self.overrides)
 
     def resize(self, options: PlanOptions) -> Sized:
         """The model under other options."""
@@ -132,6 +133,18 @@ class Asked:
         except OSError as error:
             raise ConfigError(f"--report {folder}: cannot write there ({error.strerror or error})") from error
         print(path)
+
+
+def _find(name: str, own: ServeCommand, pasted: ServeCommand | None, overrides: Mapping[str, Any]) -> PlannedModel:
+    """The model; an error says where its name stood, and which words of the pasted command are no flags either."""
+    try:
+        return find_spec(name, overrides)
+    except ConfigError as error:
+        if pasted is None:
+            raise
+        where = "" if own.model is not None else "--command: the model "
+        also = f". Also in --command, no flags of vLLM 0.32: {', '.join(pasted.unknown)}" if pasted.unknown else ""
+        raise type(error)(f"{where}{error}{also}") from error
 
 
 def _served_as(ref: str) -> str:

@@ -53,8 +53,13 @@ class _Word:
 
 
 def parse_command(text: str) -> ServeCommand:
-    """What the deployment in ``text`` asks for. Raises ConfigError when there is none or a value cannot be."""
-    return parse_call(read_command(text))
+    """What the deployment in ``text`` asks for. Raises ConfigError, beginning with ``--command``, when there is none or
+    a value cannot be."""
+    call = read_command(text)
+    try:
+        return parse_call(call)
+    except ConfigError as error:
+        raise ConfigError(f"--command: {error}") from error
 
 
 def parse_call(call: ServeCall) -> ServeCommand:
@@ -165,7 +170,7 @@ class _Reading:
         options = dict(self.given.options)
         for needed in [self.model or "", *(value for value in options.values() if isinstance(value, str))]:
             if "$" in needed:
-                raise ConfigError(f"--command: {needed} is a variable that the text does not set; write its value")
+                raise ConfigError(f"{needed} is a variable that the text does not set; write its value")
         return ServeCommand(
             model=self.model,
             options=PlanOptions(**options),
@@ -216,7 +221,7 @@ def _words(words: Sequence[str]) -> Iterator[_Word | str]:
             values.append(split[index])
             index += 1
         if flag.values in ("1", "+") and not values:
-            raise ConfigError(f"--command: {flag.name} needs a value")
+            raise ConfigError(f"{flag.name} needs a value")
         yield _Word(flag, spelling, tuple(part.removesuffix("+") for part in path), tuple(values))
 
 
@@ -242,11 +247,11 @@ def _json_object(name: str, text: str) -> Any:
     except (json.JSONDecodeError, RecursionError) as error:
         if name == "--compilation-config" and text.strip().isdigit():
             return {"level": int(text)}
-        raise ConfigError(f"--command: {name} is not valid JSON ({error}); quote it as one word: '{{...}}'") from error
+        raise ConfigError(f"{name} is not valid JSON ({error}); quote it as one word: '{{...}}'") from error
     if name == "--compilation-config" and isinstance(value, int):
         return {"level": value}
     if not isinstance(value, dict):
-        raise ConfigError(f"--command: {name} must be a JSON object, not {value!r}")
+        raise ConfigError(f"{name} must be a JSON object, not {value!r}")
     return value
 
 
