@@ -55,6 +55,9 @@ def check_source(new: NewRequest, source: RemoteSource, config: EngineConfig, ma
             f"{len(new.prompt)} tokens; blocks hold {sizes} tokens, so {_slashed(expected)} blocks and at most "
             f"{most} tokens are expected. Pass the prefill instance's answer on unchanged"
         )
+    ids = grant.block_ids
+    if not 0 <= min(ids, default=0) <= max(ids, default=0) < 1 << 31:
+        raise BadRequest("kv_transfer_params name blocks that no pool has; pass the prefill instance's answer on")
 
 
 def _slashed(counts: Iterable[int]) -> str:
