@@ -58,6 +58,7 @@ class Half:
         facts: dict[str, str] | None = None,
         lease_ns: int = LEASE_NS,
         port: int = 0,
+        secret: bytes | None = None,
         engine_age_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.pool, self.blocks = _pool(device, num_blocks, bytes_per_block)
@@ -74,6 +75,7 @@ class Half:
             transport=transport,
             mover=mover,
             lease_ns=lease_ns,
+            secret=secret,
             deliver=self.inbox.put,
             last_step_ns=lambda: time.monotonic_ns() - int(engine_age_s() * 1e9),
             on_failure=self.failures.append,

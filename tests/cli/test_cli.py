@@ -267,12 +267,14 @@ def test_serve_one_instance(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
         "--kv-load-timeout", "5", "--kv-lease-duration", "12",
         "--transport", "shm", "--policy", "vllm", "--debug", "--threads", "1", "--served-model-name", "me",
         "--host", "0.0.0.0", "--side-channel-host", "10.0.0.5", "--weight-storage", "bf16",
+        "--transfer-secret-file", "a/secret",
     )  # fmt: skip
     assert isinstance(options, InstanceOptions)
     assert (options.role, options.model, options.port, options.transport) == (role, "some/dir", 7, "shm")
     assert (options.kv_load_timeout_s, options.kv_lease_duration_s, options.policy) == (5.0, 12, "vllm")
     assert (options.debug, options.threads, options.served_model_name) == (True, 1, "me")
     assert (options.host, options.side_channel_host, options.weight_storage) == ("0.0.0.0", "10.0.0.5", "bf16")
+    assert options.transfer_secret_file == "a/secret"
 
 
 def test_serve_router(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pdkv.runtime.mover import Mover
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.transports.base import SLICE_BYTES, Copy, LocalMemory, Slice, TransportError
-from pdkv.runtime.wire import Cancel, Connect, Ended, FrameBuffer, PeerMemory, Post, Ready, from_mover_decoder, pack
+from pdkv.runtime.wire import Cancel, Connect, Ended, FrameBuffer, PeerMemory, Post, Ready, decode_from_mover, pack
 
 BLOCK_BYTES = SLICE_BYTES // 2
 NUM_BLOCKS = 64
@@ -122,7 +122,7 @@ class Bench:
             data = self.sock.recv(4096)
         except BlockingIOError:
             return None
-        (ended,) = (from_mover_decoder.decode(frame) for frame in self.frames.feed(data))
+        (ended,) = (decode_from_mover(frame) for frame in self.frames.feed(data))
         assert isinstance(ended, Ended)
         assert not self.transport.under_way(), "reported while something may still arrive"
         assert all(copy.state != "prepared" for copy in self.transport.copies), "kept for nothing"
@@ -139,7 +139,7 @@ def test_ready_is_said_first() -> None:
         memory = LocalMemory(SharedMemory(64), SharedMemory(64), 64, 1, 4)
         Mover(theirs, ScriptedTransport(), memory, closing=lambda: True).run()
         (frame,) = FrameBuffer().feed(ours.recv(4096))
-        assert from_mover_decoder.decode(frame) == Ready(offer=None)
+        assert decode_from_mover(frame) == Ready(offer=None)
 
 
 def test_the_next_slice_is_under_way_when_one_ends() -> None:

@@ -58,8 +58,27 @@ def test_bad_values_name_the_option(changes: dict[str, Any], named: str) -> None
 
 
 def test_a_wildcard_needs_an_address_to_tell_the_peers() -> None:
-    assert instance(host="0.0.0.0", side_channel_host="10.0.0.5").side_channel_host == "10.0.0.5"
-    assert instance(host="p.example").side_channel_host is None
+    guarded = {"transfer_secret_file": "secret"}
+    assert instance(host="0.0.0.0", side_channel_host="10.0.0.5", **guarded).side_channel_host == "10.0.0.5"
+    assert instance(host="p.example", **guarded).side_channel_host is None
+
+
+@pytest.mark.parametrize(
+    "beyond",
+    [{"host": "10.0.0.5"}, {"host": "p.example"}, {"side_channel_host": "10.0.0.5"}, {"side_channel_host": "fd00::5"}],
+)
+def test_beyond_loopback_peers_must_prove_a_secret(beyond: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"beyond loopback.*--transfer-secret-file FILE"):
+        instance(**beyond)
+    assert instance(**beyond, transfer_secret_file="f").transfer_secret_file == "f"
+    with pytest.raises(ConfigError, match="--transfer-secret-file is empty"):
+        instance(**beyond, transfer_secret_file=" ")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
+def test_on_loopback_nothing_needs_a_secret_and_http_may_listen_anywhere(host: str) -> None:
+    assert instance(host=host).transfer_secret_file is None
+    assert instance(host="0.0.0.0", side_channel_host=host).host == "0.0.0.0"
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8100", "ftp://x", "http://", "http://h:99999", "http://h/?a=1"])

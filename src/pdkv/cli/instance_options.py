@@ -107,6 +107,14 @@ def _template(
         int,
         typer.Option(metavar="PORT", help="Handshakes and heartbeats; 0: any free port.", rich_help_panel=_TRANSFER),
     ] = 0,
+    transfer_secret_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Peers must prove that they have the same; needed wherever the side channel is not on loopback.",
+            rich_help_panel=_TRANSFER,
+        ),
+    ] = None,
 ) -> None:
     """Never called: its parameters are the options."""
 

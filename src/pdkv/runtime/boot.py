@@ -28,6 +28,7 @@ from pdkv.runtime.kv_pool import KvPool, SharedMemory
 from pdkv.runtime.models.loader import LoadedModel, load_model
 from pdkv.runtime.precheck import check, longest_asked, no_cuda, pool_capacity
 from pdkv.runtime.profiler import MemoryBaseline, MemoryProfile, ProfileLimits, determine_available_memory
+from pdkv.runtime.secret_file import transfer_secret
 from pdkv.runtime.settings import InstanceSettings, engine_config
 from pdkv.runtime.transports.base import SLOT_BYTES
 from pdkv.units import format_bytes
@@ -190,6 +191,7 @@ def _assemble(
         port=settings.side_channel_port,
         transport=settings.transport,
         lease_ns=config.lease_ns,
+        secret=transfer_secret(settings),
         deliver=lambda item: made[0].deliver(item),
         last_step_ns=lambda: made[0].last_step_ns,
         on_failure=lambda error: made[0].fail(error),

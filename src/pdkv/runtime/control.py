@@ -20,6 +20,7 @@ from pdkv.core.ports import FromConsumer, FromProducer, Heartbeat, InboxItem, Ke
 from pdkv.errors import ConfigError, FenceLost
 from pdkv.runtime.doorkeeper import Doorkeeper, PeerIdentity, TransferMemory
 from pdkv.runtime.mover_host import MoverHost, MoverKind
+from pdkv.runtime.peer_auth import door_for
 from pdkv.runtime.peer_link import endpoint
 from pdkv.runtime.peers import Peers
 from pdkv.runtime.reader import Reader
@@ -27,14 +28,15 @@ from pdkv.runtime.transfer_stats import TransferStats
 from pdkv.runtime.transports.shm import CPU_ONLY
 from pdkv.runtime.wire import (
     MAX_FRAME_BYTES,
+    SEAL_BYTES,
     WIRE_VERSION,
     Answer,
     BadFrame,
     Hello,
     MemoryKind,
+    Opened,
     Question,
     Refused,
-    decode_question,
     encode,
 )
 
@@ -81,7 +83,8 @@ class Control:
     ``deliver`` is called on the control thread with every `FromPeer`, `ReadEnded` and `MoverRestarted`; it must only
     queue. ``last_step_ns`` says when the engine last stepped: one that stands still for 60 s stops renewing leases.
     Both clocks are the instance's own (``now_ns``). ``port`` 0 picks a free one. ``mover`` None means a process for a
-    CPU pool and a thread for a GPU pool.
+    CPU pool and a thread for a GPU pool. ``secret`` (`peer_auth.secret_key`) is what peers must prove and are proved;
+    None: nothing is, and only peers on this host are asked.
 
     When a mover cannot be ended the thread stops for good: nothing is answered, renewed or reported any more, so the
     memory in question stays with whoever holds it. ``on_failure`` is called with the `FenceLost`, once, on the thread.
@@ -97,6 +100,7 @@ class Control:
         transport: str = "auto",
         mover: MoverKind | None = None,
         lease_ns: int,
+        secret: bytes | None = None,
         deliver: Callable[[InboxItem], None],
         last_step_ns: Callable[[], int],
         on_failure: Callable[[FenceLost], None] = lambda error: None,
@@ -109,6 +113,8 @@ class Control:
         self._memory = memory
         self._fallback = transport == "auto" and memory.pool.kind == "DRAM"
         self._lease_ns = lease_ns
+        self._secret = secret
+        self._door = door_for(secret, identity.core.engine_id)
         self._deliver_raw = deliver
         self._last_step_ns = last_step_ns
         self._on_failure = on_failure
@@ -145,7 +151,7 @@ class Control:
         ``plan.keepalives`` is the whole set of leases to renew, so a plan that only repeats it costs nothing.
         """
         changed = plan.keepalives != self._keepalives
-        if changed or plan.reads or plan.cancels or plan.messages or plan.restart_mover:
+        if changed or plan.reads or plan.cancels or plan.messages or plan.replies or plan.restart_mover:
             self._keepalives = plan.keepalives
             self._submitted.append(plan)
             self._wake()
@@ -210,7 +216,7 @@ class Control:
 
     def _bind(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
         router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + SEAL_BYTES)
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.IPV6, int(":" in self.host))
         try:
@@ -239,6 +245,7 @@ class Control:
             bytes_per_block=self._memory.bytes_per_block,
             stats=self._stats,
             beat_ns=self._lease_ns // 6,
+            secret=self._secret,
         )
         self._reader = Reader(peers=self._peers, mover=self._mover, stats=self._stats, deliver=self._deliver)
         self._router = router
@@ -325,10 +332,14 @@ class Control:
             try:
                 if len(parts) != 2:
                     raise BadFrame(f"{len(parts) - 1} parts")
-                question = decode_question(parts[1])
+                question = self._door.receive(parts[0], parts[1])
             except BadFrame as error:
                 self._stats.dropped_frames += 1
                 log.debug("side channel: dropped a frame: %s", error)
+                continue
+            if isinstance(question, Opened | Refused):
+                self._stats.refusals += isinstance(question, Refused)
+                self._send_frame(parts[0], encode(question))
                 continue
             if isinstance(question, Hello) and not self._mover.ready:
                 if len(self._deferred) < _MAX_DEFERRED:
@@ -353,8 +364,14 @@ class Control:
 
     def _send_answer(self, sender: bytes, answer: Answer) -> None:
         try:
-            self._router.send_multipart([sender, encode(answer)], zmq.DONTWAIT)
-        except (zmq.ZMQError, BadFrame) as error:
+            self._send_frame(sender, self._door.frame(sender, answer))
+        except BadFrame as error:
+            log.debug("side channel: an answer was not sent: %s", error)
+
+    def _send_frame(self, sender: bytes, frame: bytes) -> None:
+        try:
+            self._router.send_multipart([sender, frame], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
             log.debug("side channel: an answer was not sent: %s", error)
 
     def _deliver(self, item: InboxItem) -> None:

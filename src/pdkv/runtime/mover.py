@@ -41,8 +41,8 @@ from pdkv.runtime.wire import (
     Serve,
     Start,
     ToMover,
+    decode_to_mover,
     pack,
-    to_mover_decoder,
 )
 
 log = logging.getLogger("pdkv.mover")
@@ -135,7 +135,7 @@ class Mover:
         if not data:
             return False
         for frame in self._frames.feed(data):
-            self._handle(to_mover_decoder.decode(frame))
+            self._handle(decode_to_mover(frame))
         return True
 
     def _handle(self, message: ToMover) -> None:
@@ -292,7 +292,7 @@ def _read_start(sock: socket.socket) -> Start | None:
     frames = FrameBuffer()
     while data := sock.recv(4096):
         for frame in frames.feed(data):
-            message = to_mover_decoder.decode(frame)
+            message = decode_to_mover(frame)
             assert isinstance(message, Start)
             return message
     return None

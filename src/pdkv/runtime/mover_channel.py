@@ -7,9 +7,7 @@ import logging
 import socket
 from collections import deque
 
-import msgspec
-
-from pdkv.runtime.wire import BadFrame, FrameBuffer, FromMover, ToMover, from_mover_decoder, pack
+from pdkv.runtime.wire import BadFrame, FrameBuffer, FromMover, ToMover, decode_from_mover, pack
 
 log = logging.getLogger("pdkv.control")
 
@@ -84,7 +82,7 @@ class MoverChannel(abc.ABC):
             if not data:
                 return messages, False
             try:
-                messages.extend(from_mover_decoder.decode(frame) for frame in self._frames.feed(data))
-            except (BadFrame, msgspec.DecodeError) as error:
+                messages.extend(decode_from_mover(frame) for frame in self._frames.feed(data))
+            except BadFrame as error:
                 log.error("the %s talks nonsense, it is replaced: %s", self.name, error)
                 return messages, False

@@ -10,8 +10,9 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pdkv.core.ports import Heartbeat, Peer
+from pdkv.runtime.peer_auth import Line, PlainLine
 from pdkv.runtime.shown import readable
-from pdkv.runtime.wire import MAX_FRAME_BYTES, Answer, BadFrame, HelloReply, Question, decode_answer, encode
+from pdkv.runtime.wire import MAX_FRAME_BYTES, SEAL_BYTES, Answer, BadFrame, HelloReply, Question
 
 log = logging.getLogger("pdkv.control")
 
@@ -33,11 +34,13 @@ class PeerLink:
     """A connection to ``peer``. Sending never blocks: what does not fit is lost, and what must not be lost times out.
 
     ``peer.host`` is an address: ZMQ would look a name up on the thread that carries every heartbeat (`serve` does it
-    before). Raises ``zmq.ZMQError`` or ``ValueError`` when it cannot be one.
+    before). ``line`` says in which frames messages travel; a plain one goes no further than this host. Raises
+    ``zmq.ZMQError`` or ``ValueError`` when it cannot be connected to.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], peer: Peer, now_ns: int) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], peer: Peer, line: Line, now_ns: int) -> None:
         self.peer = peer
+        self.line = line
         self.handshake = Handshake.NONE
         self.hello_seq = 0
         self.hello_deadline_ns = 0
@@ -53,8 +56,10 @@ class PeerLink:
 
     def _open(self) -> zmq.Socket[bytes]:
         address = ipaddress.ip_address(self.peer.host)
+        if isinstance(self.line, PlainLine) and not address.is_loopback:
+            raise ValueError("beyond this host peers must prove a secret, start both with --transfer-secret-file")
         opened: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        opened.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        opened.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + SEAL_BYTES)
         opened.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
         opened.setsockopt(zmq.IPV6, int(address.version == 6))
         opened.setsockopt(zmq.LINGER, 200)  # a DONE sent just before closing still goes out
@@ -76,23 +81,31 @@ class PeerLink:
             try:
                 event = parse_monitor_message(self.monitor.recv_multipart(zmq.DONTWAIT))
             except zmq.Again:
-                return lost
+                break
             lost = lost or event["event"] in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED)
+        if lost:
+            self.line.reset()
+        return lost
 
     def reopen(self) -> None:
         """Connect anew and throw away what had queued up."""
         self.socket.disable_monitor()
         self.socket.close(linger=0)
+        self.line.reset()
         self.socket = self._open()
 
     def send(self, message: Question) -> bool:
-        """Whether the socket took it."""
+        """Whether the socket took it, or it waits for the connection to open."""
         try:
-            self.socket.send(encode(message), zmq.DONTWAIT)
+            self._send(self.line.send(message))
         except (zmq.ZMQError, BadFrame, ValueError) as error:  # ValueError: text that is no UTF-8
             log.debug("to %s: %s not sent: %s", self._shown, type(message).__name__, readable(str(error)))
             return False
         return True
+
+    def _send(self, frames: list[bytes]) -> None:
+        for frame in frames:
+            self.socket.send(frame, zmq.DONTWAIT)
 
     def beat(self) -> int:
         """Send the heartbeat of all tokens; how many messages went out."""
@@ -111,10 +124,16 @@ class PeerLink:
             try:
                 if len(parts) != 1:
                     raise BadFrame("more than one part")
-                answers.append(decode_answer(parts[0]))
+                told, frames = self.line.receive(parts[0])
             except BadFrame as error:
                 dropped += 1
                 log.debug("from %s: dropped: %s", self._shown, error)
+                continue
+            answers += told
+            try:
+                self._send(frames)
+            except zmq.ZMQError as error:
+                log.debug("to %s: not sent: %s", self._shown, error)
         return answers, dropped
 
     def close(self) -> None:

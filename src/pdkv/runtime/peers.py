@@ -10,6 +10,7 @@ import zmq
 
 from pdkv.core.ports import Heartbeat, Keepalive, Peer, SendMessage, ToConsumer
 from pdkv.runtime.doorkeeper import differing_facts
+from pdkv.runtime.peer_auth import line_for
 from pdkv.runtime.peer_link import Handshake, PeerLink, name_of
 from pdkv.runtime.shown import REASON_CHARS, quoted, readable
 from pdkv.runtime.transfer_stats import TransferStats
@@ -27,7 +28,7 @@ _MAX_LINKS = 1024
 
 @dataclass
 class Peers:
-    """All links of one instance. Used by the control thread only."""
+    """All links of one instance. Used by the control thread only. ``secret`` None: links reach this host only."""
 
     context: zmq.Context[zmq.Socket[bytes]]
     engine_id: str
@@ -35,6 +36,7 @@ class Peers:
     bytes_per_block: int
     stats: TransferStats
     beat_ns: int
+    secret: bytes | None = field(default=None, repr=False)
     _links: dict[Peer, PeerLink] = field(default_factory=dict)
     _settled: list[tuple[PeerLink, str | None]] = field(default_factory=list)
     _seq: int = 0
@@ -55,7 +57,7 @@ class Peers:
         if len(self._links) >= _MAX_LINKS:
             return f"{name_of(peer)}: already connected to {_MAX_LINKS} peers"
         try:
-            link = self._links[peer] = PeerLink(self.context, peer, now_ns)
+            link = self._links[peer] = PeerLink(self.context, peer, line_for(self.secret, self.engine_id), now_ns)
         except (zmq.ZMQError, OverflowError, ValueError) as error:
             return f"{name_of(peer)} is no address to connect to: {readable(str(error))}"
         return link
@@ -137,6 +139,8 @@ class Peers:
         """Send hints; lost ones are counted, no more."""
         for message in messages:
             link = self.link(message.peer, now_ns)
+            if isinstance(link, PeerLink) and link.handshake is Handshake.NONE and not link.line.is_open:
+                self.ask(link, now_ns)  # the hint follows when it has opened
             if not isinstance(link, PeerLink) or not link.send(message.message):
                 self.stats.lost_messages += 1
             elif isinstance(message.message, Heartbeat):

@@ -20,6 +20,7 @@ from pdkv.models.families import spec_from_config
 from pdkv.models.fields import text_config
 from pdkv.models.spec import LayerKind, LayerSpec
 from pdkv.runtime.models.files import ModelFiles, resolve_model
+from pdkv.runtime.secret_file import transfer_secret
 from pdkv.runtime.settings import InstanceSettings, engine_config
 from pdkv.units import format_bytes
 
@@ -30,10 +31,11 @@ def check(settings: InstanceSettings) -> ModelFiles:
     """The model's files, found (a GGUF is converted, a hub id downloaded) and in order as far as that is cheap to see.
 
     Imports no torch unless a GGUF has to be converted. Raises `ConfigError` for a device that this torch cannot have,
-    an unknown model, an unreadable config.json, a length beyond the model's and options that contradict each other,
-    and `DoesNotFit` for a pool that was given a size in which not one request fits.
+    an unusable secret file, an unknown model, an unreadable config.json, a length beyond the model's and options that
+    contradict each other, and `DoesNotFit` for a pool that was given a size in which not one request fits.
     """
     _check_device(settings.device)
+    transfer_secret(settings)
     engine_config(settings, num_blocks=2, max_model_len=2)  # for what does not depend on the model
     files = resolve_model(settings.model)
     config = read_config(files.directory / "config.json")

@@ -3,7 +3,8 @@
 One message is one ZMQ frame. The asking side (DEALER) sends `Hello`, and of `core.ports` the hints `Heartbeat`, `Done`
 and `Withdraw` and, in push mode, `Register`. The answering side (ROUTER) replies to the first with the same ``seq``,
 and to the last with `Announce` or `Gone`, sooner or later. A frame that is too long or cannot be decoded raises
-`BadFrame`: the receiver counts and drops it.
+`BadFrame`: the receiver counts and drops it. Peers that share a secret first exchange `Open` and `Opened`, and put all
+else under a seal (`runtime.peer_auth`).
 
 A second, private channel joins the control thread and its mover (one socket pair, frames with a 4-byte length).
 """
@@ -22,6 +23,7 @@ from pdkv.runtime.shown import readable
 
 WIRE_VERSION = "3"
 MAX_FRAME_BYTES = 4 << 20
+SEAL_BYTES = 25  # of a sealed frame (`runtime.peer_auth`), in front of the message
 MAX_MOVER_FRAME_BYTES = 64 << 20
 MAX_TRANSFER_ID_CHARS = 256
 
@@ -31,6 +33,8 @@ MemoryKind = Literal["DRAM", "VRAM"]
 
 Address = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # a stranger's: an offset added to it must not wrap
 DeviceIndex = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class BadFrame(Exception):
@@ -44,10 +48,10 @@ class ShmOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Where an instance's memory files are on this host: ``/proc/<pid>/fd/<fd>``, known again by their inodes."""
 
     boot_id: str
-    pid: int
-    pool_fd: int
+    pid: Count
+    pool_fd: Count
     pool_inode: int
-    slots_fd: int
+    slots_fd: Count
     slots_inode: int
 
 
@@ -68,9 +72,9 @@ class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
 class PeerMemory(msgspec.Struct, frozen=True, kw_only=True):
     """A peer's readable memory: ``num_blocks`` blocks of ``bytes_per_block`` bytes, and ``num_slots`` lease slots."""
 
-    bytes_per_block: int
-    num_blocks: int
-    num_slots: int
+    bytes_per_block: Count
+    num_blocks: Count
+    num_slots: Count
     shm: ShmOffer | None = None
     nixl: NixlOffer | None = None
 
@@ -100,8 +104,26 @@ class HelloReply(msgspec.Struct, frozen=True, kw_only=True, tag="hello_reply"):
     memory: PeerMemory
 
 
+class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
+    """I am ``engine_id``, speak ``wire`` and know the secret: show that you do. ``nonce`` is new each time."""
+
+    seq: int
+    wire: Annotated[str, msgspec.Meta(max_length=32)]
+    engine_id: Annotated[str, msgspec.Meta(max_length=512)]
+    nonce: Bytes32
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
+    """Here is the proof that I know it, too; yours is the seal of whatever you say next."""
+
+    seq: int
+    engine_id: Annotated[str, msgspec.Meta(max_length=512)]
+    nonce: Bytes32
+    proof: Bytes32
+
+
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """No, to a `Hello`; ``reason`` is for people."""
+    """No, to a `Hello` or an `Open`; ``reason`` is for people."""
 
     seq: int
     reason: str
@@ -111,11 +133,11 @@ Question = Hello | Heartbeat | Done | Register | Withdraw
 Answer = HelloReply | Refused | Announce | Gone
 
 _encoder = msgspec.msgpack.Encoder()
-_questions = msgspec.msgpack.Decoder(Question)
-_answers = msgspec.msgpack.Decoder(Answer)
+_questions = msgspec.msgpack.Decoder(Question | Open)
+_answers = msgspec.msgpack.Decoder(Answer | Opened)
 
 
-def encode(message: Question | Answer) -> bytes:
+def encode(message: Question | Answer | Open | Opened) -> bytes:
     """One frame; raises `BadFrame` when the message is longer than a peer would take."""
     frame = _encoder.encode(message)
     if len(frame) > MAX_FRAME_BYTES:
@@ -123,9 +145,9 @@ def encode(message: Question | Answer) -> bytes:
     return frame
 
 
-def decode_question(frame: bytes) -> Question:
+def decode_question(frame: bytes) -> Question | Open:
     """What somebody sent to the ROUTER. Raises `BadFrame`."""
-    message: Question = _decode(_questions, frame)
+    message: Question | Open = _decode(_questions, frame)
     if isinstance(message, Heartbeat) and any(len(token) != TOKEN_BYTES for token in message.tokens):
         raise BadFrame("a heartbeat with a token that is not 16 bytes")
     if isinstance(message, Done) and len(message.token) != TOKEN_BYTES:
@@ -135,9 +157,9 @@ def decode_question(frame: bytes) -> Question:
     return message
 
 
-def decode_answer(frame: bytes) -> Answer:
+def decode_answer(frame: bytes) -> Answer | Opened:
     """What a peer answered. Raises `BadFrame`."""
-    answer: Answer = _decode(_answers, frame)
+    answer: Answer | Opened = _decode(_answers, frame)
     if isinstance(answer, Announce):
         lengths = len(answer.grant.token), len(answer.grant.proof)
         if lengths != (TOKEN_BYTES, PROOF_BYTES):
@@ -145,9 +167,9 @@ def decode_answer(frame: bytes) -> Answer:
     return answer
 
 
-def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes):  # type: ignore[no-untyped-def]
-    if len(frame) > MAX_FRAME_BYTES:
-        raise BadFrame(f"{len(frame)} bytes, at most {MAX_FRAME_BYTES} are taken")
+def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes, limit_bytes: int = MAX_FRAME_BYTES):  # type: ignore[no-untyped-def]
+    if len(frame) > limit_bytes:
+        raise BadFrame(f"{len(frame)} bytes, at most {limit_bytes} are taken")
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -229,9 +251,21 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
 ToMover = Start | Connect | Forget | Post | Cancel | Serve
 FromMover = Ready | Broken | Ended
 
-to_mover_decoder = msgspec.msgpack.Decoder(ToMover)
-from_mover_decoder = msgspec.msgpack.Decoder(FromMover)
+_to_mover = msgspec.msgpack.Decoder(ToMover)
+_from_mover = msgspec.msgpack.Decoder(FromMover)
 _LENGTH = struct.Struct("<I")
+
+
+def decode_to_mover(frame: bytes) -> ToMover:
+    """What the control thread told the mover. Raises `BadFrame`."""
+    message: ToMover = _decode(_to_mover, frame, MAX_MOVER_FRAME_BYTES)
+    return message
+
+
+def decode_from_mover(frame: bytes) -> FromMover:
+    """What the mover reported. Raises `BadFrame`."""
+    message: FromMover = _decode(_from_mover, frame, MAX_MOVER_FRAME_BYTES)
+    return message
 
 
 def pack(message: ToMover | FromMover) -> bytes:

@@ -67,6 +67,25 @@ def _reachable(host: str, side_channel_host: str | None) -> None:
     )
 
 
+def _guarded(host: str, side_channel_host: str | None, secret_file: str | None) -> None:
+    """Peers on other hosts must prove a secret. (HTTP may listen anywhere: KV is only loaded under proved grants.)"""
+    given = f"--host {host}" if side_channel_host is None else f"--side-channel-host {side_channel_host}"
+    _require(
+        secret_file is not None or _is_loopback(side_channel_host or host),
+        f"{given}: the side channel would listen beyond loopback, and peers prove nothing; give "
+        "--transfer-secret-file FILE (the same to all instances: openssl rand -hex 32), or --side-channel-host "
+        "127.0.0.1 where all instances run on this host (HTTP may listen on any --host)",
+    )
+    _require(secret_file is None or bool(secret_file.strip()), "--transfer-secret-file is empty: give a file's path")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # what another name stands for is known only where it is looked up
+        return host == "localhost"
+
+
 def check_url(option: str, url: str) -> str:
     """``url`` without a trailing slash. Raises `ConfigError` unless it is http(s)://host[:port]."""
     try:
@@ -86,10 +105,10 @@ class InstanceOptions:
     """One prefill or decode instance. ``None`` always means "not set: decide from the model and the machine".
 
     ``port`` 0 and ``side_channel_port`` 0 take any free port. ``side_channel_host`` None is ``host``; it is what peers
-    are told, so it cannot be a wildcard. ``kv_load_failure_policy`` None follows ``policy``
-    (``recompute`` under strict, ``fail`` under vllm). ``memory_share`` is this instance's part of what
-    ``gpu_memory_utilization`` allows, when several instances share a machine. Raises `ConfigError` on construction,
-    naming the option.
+    are told, so it cannot be a wildcard, and beyond loopback it needs a ``transfer_secret_file``.
+    ``kv_load_failure_policy`` None follows ``policy`` (``recompute`` under strict, ``fail`` under vllm).
+    ``memory_share`` is this instance's part of what ``gpu_memory_utilization`` allows, when several instances share a
+    machine. Raises `ConfigError` on construction, naming the option.
     """
 
     role: Role
@@ -118,6 +137,7 @@ class InstanceOptions:
     max_leased_fraction: float = 0.8
     side_channel_host: str | None = None
     side_channel_port: int = 0
+    transfer_secret_file: str | None = None
     threads: int | None = None
     served_model_name: str | None = None
     debug: bool = False
@@ -128,6 +148,7 @@ class InstanceOptions:
         _host("--host", self.host)
         _port("--port", self.port)
         _reachable(self.host, self.side_channel_host)
+        _guarded(self.host, self.side_channel_host, self.transfer_secret_file)
         _port("--side-channel-port", self.side_channel_port)
         device_ok = self.device in ("auto", "cpu", "cuda") or (
             self.device.startswith("cuda:") and self.device[5:].isdigit()

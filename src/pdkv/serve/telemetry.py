@@ -41,6 +41,7 @@ TRANSFER_COUNTERS = {
     "refusals": "Handshakes of peers, and grants, that this instance refused",
     "heartbeats_sent": "Heartbeats sent for leases at peers",
     "heartbeats_received": "Heartbeats received for leases here",
+    "dropped_frames": "Side-channel frames that were no message, or not sealed as they had to be",
     "lost_messages": "Messages to peers that could not be sent (hints: they cost time, not correctness)",
     "mover_restarts": "Movers that ended, killed to fence a transfer or by themselves, and were replaced",
 }
