@@ -182,6 +182,19 @@ def test_an_abort_keeps_nothing() -> None:
     assert_all_free(engine)
 
 
+def test_an_abort_that_comes_after_the_end_takes_the_lease_back() -> None:
+    """The client left during the step that finished its prefill: nobody will ever be told of the grant."""
+    engine = make_engine()
+    kept = produce(engine, "kept")
+    produce(engine, "left")
+    _, events = step(engine, 0, [Abort("left")])
+    assert released(events) == [False]
+    assert engine.memory().accounts["retained"] == len(kept.block_ids)
+    for item in (Abort("left"), Abort("kept", FinishReason.STOP)):  # the front end's word on its own text: it is there
+        _, events = step(engine, 0, [item])
+        assert not released(events)
+
+
 @pytest.mark.parametrize("outstanding", [1, 2])
 def test_no_grant_of_kv_that_is_not_written_yet(outstanding: int) -> None:
     """The front end ends a request (a stop string) in the middle of its prefill, or while a plan still writes."""

@@ -316,6 +316,35 @@ def test_a_client_that_leaves_has_its_requests_aborted(stream: bool, tokens_befo
     )
 
 
+def test_a_client_that_leaves_one_prefill_too_early_gets_no_lease_kept() -> None:
+    """Of the prompts that it does not wait for, some have been prefilled and leased already."""
+    instance = FakeInstance(lambda request: [1] if request.prompt[0] == instance.tokens("a")[0] else [1, 2])
+    instance.gate, instance.gate_at = threading.Event(), 1
+    body = ask(prompt=["a", "b"], kv_transfer_params={"do_remote_decode": True})
+    ended: list[str] = []
+
+    async def go() -> None:
+        app = app_of(instance)
+        heard = instance.on_events
+        instance.on_events = lambda events: (heard(events), ended.extend(type(e).__name__ for e in events))[0]
+        exchange = Exchange(app, COMPLETIONS, body).start()
+        await eventually(lambda: "Finished" in ended)
+        await asyncio.sleep(0.05)
+        assert not instance.aborts
+        exchange.leave()
+        assert exchange.task is not None
+        await asyncio.wait_for(exchange.task, 10)
+
+    asyncio.run(go())
+    assert sorted(i for i, _ in instance.aborts) == sorted(r.request_id for r in instance.requests)
+
+
+def test_a_delivered_prefill_is_not_aborted() -> None:
+    instance = FakeInstance()
+    assert post(instance, COMPLETIONS, ask(prompt=["a", "b"], kv_transfer_params={"do_remote_decode": True})).is_success
+    assert not instance.aborts
+
+
 def test_a_client_that_leaves_while_siblings_wait() -> None:
     instance = FakeInstance()
     instance.gate = threading.Event()

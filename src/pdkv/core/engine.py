@@ -22,6 +22,7 @@ from pdkv.core.ports import (
     Decline,
     Done,
     Event,
+    FinishReason,
     FromConsumer,
     FromProducer,
     Gone,
@@ -249,6 +250,8 @@ class Engine:
                 if request is not None and request.status is not Status.FINISHED:  # ended by an earlier item: no news
                     self.scheduler.finish(request, item.reason)
                     del self.requests[item.request_id]
+                elif item.reason is FinishReason.ABORT:
+                    self.producer.on_undelivered(item.request_id)
             case Decline():
                 self.consumer.decline(item.source)
             case FromConsumer():

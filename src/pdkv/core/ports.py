@@ -123,7 +123,10 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request now: the client left (ABORT) or the front end saw a stop string (STOP)."""
+    """End a request now: the client left (ABORT) or the front end saw a stop string (STOP).
+
+    ABORT also says that a `Finished` that there already is reaches nobody: the lease granted with it ends.
+    """
 
     request_id: str
     reason: FinishReason = FinishReason.ABORT

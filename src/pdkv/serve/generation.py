@@ -173,9 +173,9 @@ class Frontend:
         choice.submitted = True
 
     def abandon(self, choices: Sequence[Choice]) -> None:
-        """Abort what still runs, and give back the grants of what was never submitted."""
+        """Nobody gets this answer: abort what still runs or has kept KV, give back grants of what was not submitted."""
         for choice in choices:
-            if choice.submitted and not choice.ended:
+            if choice.submitted and (choice.request.produce or not choice.ended):
                 choice.ended = True
                 self.instance.abort(choice.request.request_id, FinishReason.ABORT)
             elif not choice.submitted and choice.request.source is not None:
@@ -201,8 +201,8 @@ class Frontend:
                 merged.put_nowait((choice, error))
 
         tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+        left = len(choices)
         try:
-            left = len(choices)
             while left:
                 choice, delta = await merged.get()
                 if isinstance(delta, BaseException):
@@ -212,7 +212,8 @@ class Frontend:
         finally:
             for task in tasks:
                 task.cancel()
-            self.abandon(choices)
+            if left:
+                self.abandon(choices)
 
     async def _choice_deltas(self, choice: Choice) -> AsyncIterator[Delta]:
         if choice.after is not None:

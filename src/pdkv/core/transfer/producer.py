@@ -102,6 +102,11 @@ class Producer:
         """Whether a lease stands for another request of the same answer."""
         return any(lease.answer_id == answer_id for lease in self._by_token.values())
 
+    def on_undelivered(self, request_id: str) -> None:
+        """The client left before it was told of its finished prefill: nobody else knows of the lease."""
+        for lease in [lease for lease in self._by_token.values() if lease.request_id == request_id]:
+            self._release(lease, expired=False)
+
     def on_withdraw(self, message: Withdraw) -> None:
         """The consumer no longer waits: what is kept for it goes back."""
         kept = self.announcements.on_withdraw(message)
