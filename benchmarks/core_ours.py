@@ -267,8 +267,8 @@ class Churner:
         return before - len(running)
 
     def _leave(self, request: Request) -> None:
-        self._running.remove(request)
         self._manager.release(request.request_id)
+        self._running.remove(request)
 
 
 @contextmanager

@@ -121,7 +121,7 @@ class Ledger:
         hashed = numbers == _CACHED_NUMBER
         num_hashed = int(np.count_nonzero(hashed))
         assert np.count_nonzero(numbers) == num_hashed, "claim of blocks that somebody holds"
-        self._number[blocks] = self._step(_FREE_NUMBER, _HOLD[account]).after
+        self._number.put(blocks, self._step(_FREE_NUMBER, _HOLD[account]).after)
         self._count(Account.FREE, account, len(blocks) - num_hashed)
         self._count(Account.CACHED, account, num_hashed)
         return blocks if num_hashed == len(blocks) else blocks[hashed] if num_hashed else _EMPTY
@@ -156,7 +156,7 @@ class Ledger:
             if len(some) == 1:
                 self._single[some.item()] = step.after
             else:
-                self._number[some] = step.after
+                self._number.put(some, step.after)
             self._count(step.leaves, step.enters, len(some))
         return parts, steps
 

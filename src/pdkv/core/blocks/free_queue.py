@@ -56,7 +56,7 @@ class FreeQueue:
         queued = (places >= self._head) & (places < self._tail)
         queued &= self._ring.take(places, mode="clip") == blocks
         assert np.count_nonzero(queued) == len(blocks), "free queue: removal of a block that is not free"
-        self._place[blocks] = _OUT
+        self._place.put(blocks, _OUT)
         self._len -= len(blocks)
 
     def pop(self, count: int) -> Int32Array:
@@ -106,7 +106,7 @@ class FreeQueue:
             self._single_ring[start], self._single_place[block] = block, start
         else:
             self._ring[start : start + len(blocks)] = blocks
-            self._place[blocks] = np.arange(start, start + len(blocks), dtype=np.int32)
+            self._place.put(blocks, np.arange(start, start + len(blocks), dtype=np.int32))
         self._len += len(blocks)
 
     def _make_room(self, count: int) -> None:
@@ -117,7 +117,7 @@ class FreeQueue:
         self._head = (self._capacity - len(order)) // 2
         self._tail = self._head + len(order)
         self._ring[self._head : self._tail] = order
-        self._place[order] = np.arange(self._head, self._tail, dtype=np.int32)
+        self._place.put(order, np.arange(self._head, self._tail, dtype=np.int32))
 
     def check(self) -> None:
         """Recount; raises ``AssertionError`` on any difference."""

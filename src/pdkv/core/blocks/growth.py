@@ -28,17 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """n running requests, past their ``prompt`` tokens, that compute one more each; arrays int64[n].
+    """n running requests, past their prompt, that compute one more token each; arrays int64[n].
 
-    Their tables are ``rows`` of the stores. They have ``computed`` tokens; those before ``processed`` are looked at by
-    no plan under way; those before ``final`` are known and will then be computed.
+    They are ``numbers`` in running order, and their tables are ``rows`` of the stores. They have ``computed`` tokens;
+    those before ``final`` are known and will then be computed.
     """
 
-    requests: Sequence[Request]
+    running: RunningSet
+    numbers: Int64Array
     rows: Int64Array
-    prompt: Int64Array
     computed: Int64Array
-    processed: Int64Array
     final: Int64Array
 
     @classmethod
@@ -46,22 +45,27 @@ class Step:
         """The running requests of these numbers, before they are planned."""
         rows, counters = running.columns[numbers], running.counters
         computed = counters.num_computed[rows]
-        return cls(
-            requests=[running[number] for number in numbers.tolist()],
-            rows=rows,
-            prompt=running.prompt[rows],
-            computed=computed,
-            processed=computed - counters.in_flight_tokens[rows],
-            final=np.minimum(computed + 1, counters.num_tokens[rows]),
-        )
+        return cls(running, numbers, rows, computed, np.minimum(computed + 1, counters.num_tokens[rows]))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def first(self, count: int) -> Step:
         """The first ``count`` of them."""
-        arrays = (self.rows, self.prompt, self.computed, self.processed, self.final)
-        return Step(self.requests[:count], *(array[:count] for array in arrays))
+        arrays = (self.numbers, self.rows, self.computed, self.final)
+        return Step(self.running, *(array[:count] for array in arrays))
+
+    @property
+    def prompt(self) -> Int64Array:
+        """Tokens of their prompts."""
+        prompt: Int64Array = self.running.prompt[self.rows]
+        return prompt
+
+    @property
+    def processed(self) -> Int64Array:
+        """Their tokens that no plan under way looks at."""
+        processed: Int64Array = self.computed - self.running.counters.in_flight_tokens[self.rows]
+        return processed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,20 +103,22 @@ class RunningGrowth:
         self._kinds = kinds
         self._boundaries = boundaries
         self._stores = [TableStore(0) for _ in kinds]
+        self._seated: dict[int, Holder] = {}  # by row
         self._bulk = all(kind.grows_in_bulk for kind in kinds)
         self._idle_until: Int64Array = np.zeros(0, dtype=np.int64)  # by row: with fewer tokens computed nothing is due
 
     def seat(self, holder: Holder, row: int) -> None:
         """From now on the holder's tables are row ``row`` of the stores."""
+        self._seated[row] = holder
         for hold, store in zip(holder.groups, self._stores, strict=True):
             hold.table.seat(store, row)
         if row >= len(self._idle_until):
             self._idle_until = np.concatenate((self._idle_until, np.zeros(row + 1, dtype=np.int64)))
         self._idle_until[row] = 0
 
-    def unseat(self, holder: Holder) -> None:
-        """Its tables are its own again."""
-        for hold in holder.groups:
+    def unseat(self, row: int) -> None:
+        """The tables of the holder in ``row`` are its own again; of one that was released none is left."""
+        for hold in self._seated.pop(row).groups:
             hold.table.unseat()
 
     def tables(self, rows: Int64Array, group: int) -> Int32Array:
@@ -140,7 +146,8 @@ class RunningGrowth:
             return len(step)
         dropped = self._dropped(step, due) if self._bulk and self._pool.events is None else None
         if dropped is None:
-            return next((at for at in busy if not single(step.requests[at])), len(step))
+            requests = step.running.at(step.numbers)
+            return next((at for at in busy if not single(requests[at])), len(step))
         fitting = self._exchange(step, due.grow, dropped)
         if fitting < len(step):
             return self._serve(step.first(fitting), single)
@@ -222,6 +229,12 @@ class RunningGrowth:
         one, for it stands at the front of the free queue.
         """
         number, group = np.nonzero(grow)
+        if not len(dropped.blocks):
+            short = len(number) - self._pool.num_free
+            if short > 0:
+                return number.item(-short)
+            self._push(step, number, group, self._pool.take(len(number), Account.RUNNING))
+            return len(step)
         held = dropped.blocks != NULL_BLOCK
         givers, given = dropped.number[held], dropped.blocks[held]
         reusable = self._pool.only_held_empty(given)
@@ -240,10 +253,14 @@ class RunningGrowth:
         blocks[~fresh] = empty[reused[~fresh]]
         blocks[fresh] = self._pool.take(int(fresh.sum()), Account.RUNNING)
         self._pool.give_back(empty[left][::-1], Account.RUNNING)  # each goes to the front, before the one before
+        self._push(step, number, group, blocks)
+        return len(step)
+
+    def _push(self, step: Step, number: Int64Array, group: Int64Array, blocks: Int32Array) -> None:
+        """``blocks[i]`` is the next one of request ``number[i]`` in ``group[i]``."""
         for at, store in enumerate(self._stores):
             mine = group == at
             store.push(step.rows[number[mine]], blocks[mine])
-        return len(step)
 
     def _register(self, step: Step, register: BoolArray) -> None:
         """The block that each has filled."""
@@ -253,9 +270,12 @@ class RunningGrowth:
                 row = step.rows[number]
                 entries = store.hashed[row]
                 store.hashed[row] = entries + 1
-                before = np.where(entries > 0, store.blocks[row, entries - 1], NULL_BLOCK)
-                filled = [step.requests[at] for at in number.tolist()]
-                kind.register_each(filled, entries, store.blocks[row, entries], before)
+                kind.register_each(
+                    step.running.at(step.numbers[number]),
+                    entries,
+                    store.blocks[row, entries],
+                    store.before(row, entries),
+                )
 
     # --------------------------------------------------------------------------------------------- many steps at once
 
@@ -275,11 +295,12 @@ class RunningGrowth:
         """For how many steps, at most ``steps``, free blocks cover the growth of all, whatever comes back meanwhile."""
         rows, groups = running.columns, range(len(self._kinds))
         computed = running.counters.num_computed[rows]
-        low, high = 0, steps
+        low = 0
+        high = probe = steps  # most of the time all of them
         while low < high:
-            middle = (low + high + 1) // 2
-            demand = sum(int(self._missing(group, rows, computed + middle).sum()) for group in groups)
-            low, high = (middle, high) if demand <= self._pool.num_free else (low, middle - 1)
+            demand = sum(int(self._missing(group, rows, computed + probe).sum()) for group in groups)
+            low, high = (probe, high) if demand <= self._pool.num_free else (low, probe - 1)
+            probe = (low + high + 1) // 2
         return low
 
     def stride(self, running: RunningSet, steps: int) -> None:
@@ -291,8 +312,9 @@ class RunningGrowth:
             wanted.append((number, entry, entry * kind.block_size - computed[number]))
         step = np.concatenate([steps_of for _, _, steps_of in wanted])
         number = np.concatenate([numbers for numbers, _, _ in wanted])
+        order = np.argsort(step * len(rows) + number, kind="stable")  # by group at last
         blocks = np.empty(len(step), dtype=np.int32)
-        blocks[np.lexsort((number, step))] = self._pool.take(len(step), Account.RUNNING)  # stable: by group at last
+        blocks[order] = self._pool.take(len(step), Account.RUNNING)
         at = 0
         for (number, entry, _), store in zip(wanted, self._stores, strict=True):
             store.put(rows[number], entry, blocks[at : at + len(number)])
@@ -306,17 +328,18 @@ class RunningGrowth:
     ) -> None:
         """What each fills, at once: of equal contents the one that is filled in an earlier step comes first."""
         store = self._stores[group]
-        first, last = store.hashed[rows], (computed + steps) // self._kinds[group].block_size
-        runs = []
-        for at in np.argsort(-computed, kind="stable").tolist():
-            if first[at] >= last[at]:
-                continue
-            start, table = int(first[at]), store.blocks[rows[at]]
-            before = int(table[start - 1]) if start else NULL_BLOCK
-            runs.append((requests[at].hashes, start, table[start : last[at]].copy(), before))
-        if runs:
-            self._pool.insert_runs(group, runs)
-            store.hashed[rows] = np.maximum(first, last)
+        full = (computed + steps) // self._kinds[group].block_size
+        order = np.argsort(-computed, kind="stable")
+        order = order[full[order] > store.hashed[rows[order]]]
+        if len(order):
+            row = rows[order]
+            first, last = store.hashed[row], full[order]
+            number, entry = spread(first, last - first)
+            chains = [requests[at].hashes for at in order.tolist()]
+            self._pool.insert_runs(
+                group, chains, first, last, store.blocks[row[number], entry], store.before(row, first)
+            )
+            store.hashed[row] = last
 
 
 def spread(first: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:

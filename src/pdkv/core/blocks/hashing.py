@@ -54,14 +54,11 @@ def raw_hash(digest: DigestFunction, none_hash: bytes) -> HashFunction:
     """A hash over parent, little-endian int32 tokens and extra keys, their bytes fed to ``digest`` as they are."""
 
     def chain(parent: bytes | None, blocks: Int32Array, extra: Mapping[int, ExtraKeys]) -> list[bytes]:
-        tokens = np.ascontiguousarray(blocks, dtype=_LITTLE_INT32).view(f"V{4 * blocks.shape[1]}")[:, 0].tolist()
-        last, hashes = parent or none_hash, []
-        for row, content in enumerate(tokens):
-            if extra and row in extra:
-                content += cbor(extra[row])
-            last = digest(last + content)
-            hashes.append(last)
-        return hashes
+        contents = np.ascontiguousarray(blocks, dtype=_LITTLE_INT32).view(f"V{4 * blocks.shape[1]}")[:, 0].tolist()
+        for row, keys in extra.items():
+            contents[row] += cbor(keys)
+        last = parent or none_hash
+        return [last := digest(last + content) for content in contents]
 
     return chain
 
@@ -111,22 +108,23 @@ class HashChain(Sequence[bytes]):
         if not digests:
             return
         end = self._len + len(digests)
-        if not self._len:
-            self._digests = np.frombuffer(b"".join(digests), dtype=f"V{len(digests[0])}").copy()
+        if end > len(self._digests):
+            grown = np.empty(end + end // 4 + 4, dtype=f"V{len(digests[0])}")
+            grown[: self._len] = self._digests[: self._len]
+            self._digests = grown
+        if len(digests) == 1:
+            self._digests[self._len] = digests[0]
         else:
-            if end > len(self._digests):
-                grown = np.empty(end + end // 4 + 4, dtype=self._digests.dtype)
-                grown[: self._len] = self._digests[: self._len]
-                self._digests = grown
-            if len(digests) == 1:
-                self._digests[self._len] = digests[0]
-            else:
-                self._digests[self._len : end] = np.frombuffer(b"".join(digests), dtype=self._digests.dtype)
+            self._digests[self._len : end] = np.frombuffer(b"".join(digests), dtype=self._digests.dtype)
         self._len = end
 
-    def joined(self, first: int, last: int) -> memoryview:
+    def joined(self, first: int, last: int) -> bytes:
         """Digests ``first:last``, one behind the other."""
-        return np.ascontiguousarray(self._digests[first:last]).view(np.uint8).data
+        return self._digests[first:last].tobytes()
+
+    def prefix(self, count: int) -> HashChain:
+        """The first ``count`` hashes, or all: a view."""
+        return HashChain(self._digests[: min(count, self._len)])
 
 
 def extend_hashes(

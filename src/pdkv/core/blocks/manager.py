@@ -252,9 +252,9 @@ class KVCacheManager(Owners):
         """The owner joins the running set: from now on its tables are row ``column`` of arrays."""
         self.growth.seat(self._holders[key], column)
 
-    def unseat(self, key: str) -> None:
-        """The owner leaves the running set."""
-        self.growth.unseat(self._holders[key])
+    def unseat(self, column: int) -> None:
+        """The owner in ``column`` leaves the running set; it may have been released already."""
+        self.growth.unseat(column)
 
     def grow_by_one(self, running: RunningSet, first: int = 0, count: int | None = None) -> int:
         """``allocate_slots(request, 1)`` for ``count`` running requests from number ``first`` on, in that order.

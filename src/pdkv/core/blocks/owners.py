@@ -10,7 +10,7 @@ from pdkv.core.blocks.groups import FullGroup, is_cacheable
 from pdkv.core.blocks.holders import GroupHold, Holder
 from pdkv.core.blocks.kinds.base import Kind
 from pdkv.core.blocks.pool import BlockPool
-from pdkv.core.blocks.tables import NULL_BLOCK
+from pdkv.core.blocks.tables import NULL_BLOCK, without_null
 from pdkv.core.ledger import Account
 from pdkv.core.ports import HolderView, Int32Array
 from pdkv.core.scheduler.request import Request
@@ -168,14 +168,13 @@ class Owners:
         if holder is None:
             return 0
         self._undraft(holder)
+        batches = [hold.table.cut(0)[::-1] for hold in holder.groups]
+        holder.groups = ()  # nothing to take along when the request leaves the running set
         if joined:
-            blocks = holder.blocks[::-1]
-            self.pool.give_back(blocks, holder.account)
-            return len(blocks)
+            batches = [np.concatenate(batches[::-1])]
         count = 0
-        for hold in holder.groups:
-            ids = hold.table.ids[::-1]
-            blocks = ids[ids != NULL_BLOCK]
+        for batch in batches:
+            blocks = without_null(batch)
             self.pool.give_back(blocks, holder.account)
             count += len(blocks)
         return count

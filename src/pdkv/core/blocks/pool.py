@@ -11,9 +11,9 @@ from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.kv_events import AllBlocksCleared, BlockRemoved, KvEvent
 from pdkv.core.blocks.prefix_index import PrefixIndex
 from pdkv.core.blocks.residency import Residency
-from pdkv.core.blocks.tables import NULL_BLOCK
+from pdkv.core.blocks.tables import without_null
 from pdkv.core.ledger import Account, Ledger
-from pdkv.core.ports import BoolArray, Int32Array
+from pdkv.core.ports import BoolArray, Int32Array, Int64Array
 
 
 class BlockPool:
@@ -102,20 +102,27 @@ class BlockPool:
         ``before`` is the sequence's block in front of them, null at its start. A block that carried the hash of a part
         of its content, before it was full, loses that one.
         """
-        held = blocks if np.count_nonzero(blocks) == len(blocks) else blocks[blocks != NULL_BLOCK]
+        held = without_null(blocks)
         self._forget(self.ledger.set_hashed(held, True))
         self.indexes[group].insert(hashes, first, blocks, before)
         if len(self.indexes) > 1:
-            self._group[held] = group
+            self._group.put(held, group)
 
-    def insert_runs(self, group: int, runs: Sequence[tuple[HashChain, int, Int32Array, int]]) -> None:
-        """`insert` for many sequences, in that order; no block of them is null."""
-        blocks = np.concatenate([blocks for _, _, blocks, _ in runs])
+    def insert_runs(
+        self, group: int, chains: Sequence[HashChain], first: Int64Array, last: Int64Array, blocks: Int32Array,
+        before: Int32Array,
+    ) -> None:  # fmt: skip
+        """`insert` for many sequences, in that order, of what ``chains[i][first[i]:last[i]]`` stand for.
+
+        ``blocks`` are theirs, one sequence behind the other, none of them null; ``before[i]`` is in front of them.
+        """
         self._forget(self.ledger.set_hashed(blocks, True))
-        for hashes, first, own, before in runs:
-            self.indexes[group].insert(hashes, first, own, before)
+        end = 0
+        for hashes, at, stop, previous in zip(chains, first.tolist(), last.tolist(), before.tolist(), strict=True):
+            start, end = end, end + stop - at
+            self.indexes[group].insert(hashes, at, blocks[start:end], previous)
         if len(self.indexes) > 1:
-            self._group[blocks] = group
+            self._group.put(blocks, group)
 
     def insert_each(
         self, group: int, chains: Sequence[HashChain], entries: Sequence[int], blocks: Int32Array, before: Sequence[int]
@@ -127,7 +134,7 @@ class BlockPool:
         self._forget(self.ledger.set_hashed(blocks, True))
         self.indexes[group].insert_each(chains, entries, blocks.tolist(), before)
         if len(self.indexes) > 1:
-            self._group[blocks] = group
+            self._group.put(blocks, group)
 
     def insert_partial(self, group: int, key: bytes, block: int, covered: int) -> bool:
         """``block``'s content up to token ``covered``, inside the block, can be hit too; False when that was known."""

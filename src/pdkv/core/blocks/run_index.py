@@ -26,7 +26,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import numpy as np
 
@@ -164,9 +163,9 @@ class RunPrefixIndex:
         layer, run, position = self._behind(hashes, first, before)
         at, end = first, first + len(blocks)
         while at < end:
-            count = min(run.same(position, hashes, at), end - at) if run else 0
+            count = 0 if run is None or position == len(run) else min(run.same(position, hashes, at), end - at)
             if not count:
-                known = self._heads.get(hashes[at])
+                known = self._heads.get(hashes.item(at))
                 if known is not None:
                     layer, run, position = None, known, 0
                     continue
@@ -218,10 +217,10 @@ class RunPrefixIndex:
 
     def _new_until(self, hashes: HashChain, at: int, end: int) -> int:
         """Up to where ``hashes[at:end]``, of which the first is new, are new: to the first hash of another run."""
-        if end - at == 1:
-            return end
-        places = self._depths if len(self._depths) < end - at else range(at + 1, end)
-        return min((place for place in places if at < place < end and hashes[place] in self._heads), default=end)
+        for place in self._depths if len(self._depths) < end - at else range(at + 1, end):
+            if at < place < end and hashes.item(place) in self._heads:
+                end = place
+        return end
 
     def _enter(self, run: _Run) -> _Run:
         """From now on ``run``, which has its first hash, can be found."""
@@ -235,23 +234,28 @@ class RunPrefixIndex:
             self._last_number += 1
             layer = self._layers[self._last_number] = _Layer(self._last_number, run, position, array("i"))
             run.layers[layer.number] = layer
-        layer.alive += len(blocks)
+        count = len(blocks)
+        layer.alive += count
         place = (layer.number << _SHIFT) + len(layer.blocks)
-        if len(blocks) == 1:
+        if count == 1:
             block = blocks.item()
             layer.blocks.append(block)
             self._single[block] = place
         else:
             layer.blocks.frombytes(blocks.tobytes())
-            self._place[blocks] = np.arange(place, place + len(blocks))
-        at_end = layer.end == len(run) and next(reversed(run.layers)) == layer.number
-        run.open_place = place + len(blocks) - 1 if at_end else 0
+            self._place.put(blocks, np.arange(place, place + count))
+        at_end = position + count == len(run) and next(reversed(run.layers)) == layer.number
+        run.open_place = place + count - 1 if at_end else 0
 
     @staticmethod
     def _covered_behind(layer: _Layer, position: int) -> bool:
         """Whether layers behind this one have, at ``position`` or later, blocks that were inserted before."""
-        behind = takewhile(lambda other: other is not layer, reversed(layer.run.layers.values()))
-        return any(other.end > position for other in behind)
+        for other in reversed(layer.run.layers.values()):
+            if other is layer:
+                return False
+            if other.end > position:
+                return True
+        raise AssertionError("run index: a layer is not one of its run's")
 
     def add_alias(self, key: bytes, block: int) -> None:
         """``block`` also holds the content of ``key``, which ends inside it."""
@@ -268,7 +272,7 @@ class RunPrefixIndex:
             self._lose(number, 1)
         else:  # a request's blocks come one after the other, in few stretches
             numbers = self._place.take(blocks) >> _SHIFT
-            self._place[blocks] = 0
+            self._place.put(blocks, 0)
             first = 0
             for last in (*(numbers[1:] != numbers[:-1]).nonzero()[0].tolist(), len(blocks) - 1):
                 self._lose(numbers.item(first), last + 1 - first)

@@ -10,6 +10,12 @@ from pdkv.core.ports import Int32Array, Int64Array
 #: Stands in a table where no block is needed (any more): never handed out, never freed.
 NULL_BLOCK = 0
 
+
+def without_null(blocks: Int32Array) -> Int32Array:
+    """Those of ``blocks`` that are not the null block; ``blocks`` itself where all are."""
+    return blocks if np.count_nonzero(blocks) == len(blocks) else blocks[blocks != NULL_BLOCK]
+
+
 _EMPTY_TABLE = (0, 0, 0, -1)  # its length, how much of it is hashed and dropped, its last state
 
 
@@ -64,6 +70,11 @@ class TableStore:
         self.reserve(0, int(entries.max(initial=0)) + 1)
         self.blocks[rows, entries] = blocks
         self.lengths[rows] = entries + 1  # of a row that stands there often the last counts
+
+    def before(self, rows: npt.NDArray[np.intp], entries: Int64Array) -> Int32Array:
+        """int32[n]: the block in front of entry ``entries[i]`` of the table of ``rows[i]``, null at the start."""
+        blocks: Int32Array = np.where(entries > 0, self.blocks[rows, entries - 1], NULL_BLOCK)
+        return blocks
 
     def move(self, row: int, target: TableStore, to: int) -> None:
         """The table of ``row`` becomes that of row ``to``, which is empty, in ``target``."""

@@ -85,6 +85,10 @@ class RunningSet(Sequence[Request]):
     def __getitem__(self, index: int | slice) -> Request | list[Request]:
         return self._requests[index]
 
+    def at(self, numbers: Int64Array) -> list[Request]:
+        """The requests of these numbers in running order."""
+        return [self._requests[number] for number in numbers.tolist()]
+
     def append(self, request: Request) -> None:
         """``request`` runs from now on; it must hold blocks."""
         if not self._vacant:
@@ -106,7 +110,7 @@ class RunningSet(Sequence[Request]):
         del self._requests[at]
         self.columns = np.concatenate((self.columns[:at], self.columns[at + 1 :]))
         request.move_counters(Counters(), 0)
-        self._manager.unseat(request.request_id)
+        self._manager.unseat(column)
         self.sequence[column], self.scheduled[column] = -1, 0
         for token in request.new.stop_token_ids:
             self._stops[token] -= 1

@@ -277,12 +277,8 @@ class Scheduler:
         lease: Grant | None = None
         status = request.status
         self.blocked_by = None  # its end may make room
-        if status is Status.RUNNING:
-            self.running.remove(request)
-        elif request in self.holding:
-            self.holding.remove(request)
-        else:
-            self.waiting.remove(request)
+        if status is not Status.RUNNING:
+            (self.holding if request in self.holding else self.waiting).remove(request)
         if self._config.transfer.skipped_go_first:
             self._manager.drop_skipped(request)
         if status is Status.LOADING and self._consumer.is_loading(request):
@@ -291,6 +287,8 @@ class Scheduler:
             lease = self._producer.grant(request)
         else:
             self._let_go(request)
+        if status is Status.RUNNING:
+            self.running.remove(request)  # only now, for blocks that are gone need not be taken along
         self._consumer.forget(request)
         if lease is None and request.new.produce:
             self._producer.announcements.ended(request.new.transfer_id, f"the prefill ended ({error or reason.value})")
@@ -371,10 +369,10 @@ class Scheduler:
     def _preempt(self, victim: Request) -> int:
         """Take its blocks and its place; returns how many tokens it had been given in this step."""
         given = int(self.running.scheduled[victim.column])
-        self.running.remove(victim)
         if given:
             self._manager.forget_from(victim, victim.num_computed)
         self._take_blocks(victim, "preempted: its blocks went to another request")
+        self.running.remove(victim)
         return given
 
     def _take_blocks(self, victim: Request, cause: str) -> None:

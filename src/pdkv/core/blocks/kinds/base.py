@@ -13,7 +13,7 @@ from pdkv.core.blocks.holders import GroupHold, Hit, Holder
 from pdkv.core.blocks.kv_events import BlockStored
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.blocks.prefix_index import PrefixIndex
-from pdkv.core.blocks.tables import NULL_BLOCK, TableStore
+from pdkv.core.blocks.tables import NULL_BLOCK, TableStore, without_null
 from pdkv.core.ports import BoolArray, Int32Array, Int64Array
 from pdkv.core.scheduler.request import Request
 from pdkv.units import cdiv
@@ -256,7 +256,7 @@ class Kind:
         if mask is not None:
             blocks = np.where(mask, blocks, NULL_BLOCK)
         hashes = self.block_hashes(request)
-        chosen = blocks if np.count_nonzero(blocks) == last - first else blocks[blocks != NULL_BLOCK]
+        chosen = without_null(blocks)
         if len(chosen):
             self.pool.insert(self.group, hashes, first, blocks, hold.table[first - 1] if first else NULL_BLOCK)
         if self.pool.events is not None:

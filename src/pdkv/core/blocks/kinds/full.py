@@ -24,7 +24,7 @@ class FullKind(Kind):
     ) -> tuple[list[Int32Array], int]:
         """Left to right until the first miss; with fine-grained hits then as far as possible into the next block."""
         sizes, size = self.settings.sizes, self.block_size
-        blocks = cached.prefix(unit_hashes(hashes, sizes.hash_tokens, size)[: max_tokens // size])
+        blocks = cached.prefix(unit_hashes(hashes, sizes.hash_tokens, size).prefix(max_tokens // size))
         tokens = len(blocks[0]) * size
         if sizes.hit_tokens < size:
             blocks, tokens = self._into_next_block(cached, hashes, max_tokens, blocks, tokens)
