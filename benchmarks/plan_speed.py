@@ -23,7 +23,7 @@ from pdkv.source import PlannedModel, find_spec
 START_UP_BAR_S, COMPARE_BAR_S, CELLS = 0.5, 5.0, 500
 COMMAND = (sys.executable, "-m", "pdkv", "plan", "smollm2", "--gpu", "h100", "--json")
 DIMENSIONS = {
-    "kv_cache_dtype": ("auto", "fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4"),
+    "kv_cache_dtype": ("auto", "fp8", "int8_per_token_head", "int4_per_token_head", "fp8_per_token_head"),
     "max_model_len": (1024, 2048, 4096, 6144, 8192),
     "max_num_batched_tokens": (1024, 2048, 4096, 8192, 16384),
     "tensor_parallel_size": (1, 3),
