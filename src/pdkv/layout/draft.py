@@ -1,4 +1,4 @@
-"""The KV that speculative decoding adds: a draft that is part of the model keeps layers like the model's own.
+"""The KV that speculative decoding adds: a draft that is part of the model keeps what `models.drafts` reads.
 
 Methods without a draft model keep none, and that of a separate draft model (EAGLE, a smaller model) is not known from
 the model's config.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdkv.models.spec import LayerKind, LayerSpec, ModelSpec
+from pdkv.models.spec import ModelSpec
 
 WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 _PART_OF_MODEL = ("mtp", "deepseek_mtp", "nextn")
@@ -21,13 +21,6 @@ def is_part_of_model(method: str | None) -> bool:
 
 def with_draft_layers(spec: ModelSpec, method: str | None) -> ModelSpec:
     """``spec`` with the caches of the draft behind its own, on the last pipeline stage."""
-    added = _draft_layers(spec) if is_part_of_model(method) else ()
-    return spec if not added else replace(spec, layers=(*spec.layers, *added), num_layers=spec.decoder_layers)
-
-
-def _draft_layers(spec: ModelSpec) -> tuple[LayerSpec, ...]:
-    attention = [layer for layer in spec.layers if layer.kind is not LayerKind.MAMBA]
-    if not attention:
-        return ()
-    last = max(layer.layer for layer in attention)
-    return tuple(replace(layer, layer=spec.decoder_layers) for layer in attention if layer.layer == last)
+    if not is_part_of_model(method) or not spec.draft_layers:
+        return spec
+    return replace(spec, layers=(*spec.layers, *spec.draft_layers), num_layers=spec.decoder_layers, draft_layers=())

@@ -14,6 +14,7 @@ from typing import Any
 from pdkv.errors import ConfigError, UnsupportedModel
 from pdkv.models.attention_plan import FULL, Reach, attention_plan
 from pdkv.models.defaults import UNREAD, family, plain_attention_warning, with_defaults
+from pdkv.models.drafts import draft_layers
 from pdkv.models.fields import (
     HEADS,
     HIDDEN,
@@ -84,6 +85,7 @@ def _read(config: Config, name: str) -> ModelSpec:
         kv_dtype=kv_dtype,
         num_layers=count,
         shared_layers=tuple(shared.items()),
+        draft_layers=draft_layers(text, layers, count, name=name),
         served_model_len=served_context(text),
         heads=_model_heads(text, name),
         warnings=tuple(warnings) if remark is None else (*warnings, remark),

@@ -106,7 +106,8 @@ class ModelSpec:
     tokens that its position encoding allows, ``served_model_len`` what it is served at unless more is asked for, where
     that is less. ``heads`` are the KV heads and the head size that the config states for the whole model, which vLLM
     reckons block sizes with also where layers differ. ``shared_layers`` maps decoder layers that read another layer's
-    KV to that layer. ``warnings`` are what a person should know about how the config was read.
+    KV to that layer. ``draft_layers`` are the caches of its multi-token-prediction layers, for who drafts with them.
+    ``warnings`` are what a person should know about how the config was read.
     """
 
     name: str
@@ -118,6 +119,7 @@ class ModelSpec:
     kv_dtype: str | None = None
     num_layers: int = 0
     shared_layers: tuple[tuple[int, int], ...] = ()
+    draft_layers: tuple[LayerSpec, ...] = ()
     served_model_len: int | None = None
     heads: tuple[int, int] | None = None
     warnings: tuple[str, ...] = ()

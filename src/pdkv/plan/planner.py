@@ -123,7 +123,7 @@ def warnings_of(spec: ModelSpec, sized: Sized) -> tuple[str, ...]:
             f"connector {name} is not one of vLLM 0.32: taken as one without hybrid support"
             for name in options.kv_transfer.unknown
         ]
-    found += draft_warnings(options)
+    found += draft_warnings(sized.spec, options)
     found += _replication(spec, options)
     found += _padding(sized.bottleneck)
     if max(sized.capacity.blocks_per_rank) > sized.capacity.num_blocks:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 from pdkv.errors import UnsupportedModel
 from pdkv.models.defaults import family, with_defaults
+from pdkv.models.drafts import draft_layer_count
 from pdkv.models.fields import Config, reading, text_config
 from pdkv.models.spec import ModelSpec
 from pdkv.models.weights.matrices import Division, Part
-from pdkv.models.weights.model import draft_layer_count, model_parts
+from pdkv.models.weights.model import model_parts
 from pdkv.models.weights.per_rank import RankWeights, allocated, checkpoint_bytes, part_bytes
 from pdkv.models.weights.quantization import Quantization, read_quantization
 from pdkv.models.weights.rope import rope_bytes
@@ -93,7 +94,7 @@ def count_weights(
     with reading(spec.name):
         text = text_config(config)
         text, _ = with_defaults(text, family(config, text))
-        parts = model_parts(config, spec, draft_layers=draft_layer_count(config) if with_draft else 0)
+        parts = model_parts(config, spec, draft_layers=draft_layer_count(text) if with_draft else 0)
         formats = read_quantization(config, text, spec.name, asked=quantization)
     _refuse_unsaid(spec.name, formats)
     return Weights(spec.name, parts, formats, text, _notes(config, spec.architecture))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pdkv.models.defaults import family, with_defaults
-from pdkv.models.fields import HIDDEN, MOST_LAYERS, Config, first, positive, text_config
+from pdkv.models.fields import HIDDEN, Config, positive, text_config
 from pdkv.models.latent import is_v4
 from pdkv.models.spec import LayerKind, LayerSpec, ModelSpec
 from pdkv.models.weights.attention import attention_matrices
@@ -133,9 +133,3 @@ def _drafts(text: Config, count: int, caches: list[LayerSpec], last: int, traits
             name_here, fused = (at.replace(f"layers.{last}", path) for at in (matrix.name, matrix.fused))
             found.append(replace(matrix, name=name_here, fused=fused))
     return found
-
-
-def draft_layer_count(config: Config) -> int:
-    """Multi-token-prediction layers that come with the checkpoint, 0 when there are none."""
-    value = first(text_config(config), ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"))
-    return min(value, MOST_LAYERS) if isinstance(value, int) and value > 0 else 0
