@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pdkv.errors import ConfigError
 from pdkv.layout.draft import with_draft_layers
 from pdkv.models.families import spec_from_config
 from pdkv.models.spec import LayerKind, ModelSpec
@@ -49,6 +50,11 @@ def test_drafts_are_counted_and_kept_as_their_lists_say(more: dict[str, Any], ki
     added = drafted(spec_from_config(DENSE | more, name="m"))
     assert [kind for _, _, kind in added] == kinds
     assert [layer for layer, _, _ in added] == list(range(4, 4 + len(kinds)))
+
+
+def test_more_drafts_than_any_model_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match="17 multi-token-prediction layers"):
+        spec_from_config(DENSE | {"num_nextn_predict_layers": 17}, name="m")
 
 
 def test_a_draft_of_deepseek_v4_is_a_window() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pdkv.layout.backends import BACKENDS
 from pdkv.layout.build import KvSettings, boundary_layers, stage_caches
 from pdkv.layout.groups import layouts_of_stages
 from pdkv.layout.specs import AttentionCache
@@ -61,9 +62,10 @@ def test_bytes_per_token(config: dict[str, Any], value: str, per_token: int, mil
 
 
 def test_a_million_tokens_are_62500_blocks_of_16_and_15625_of_64() -> None:
-    for config, blocks in ((LLAMA_70B, 62_500), (DEEPSEEK_V3, 15_625)):
+    for config, backend, blocks in ((LLAMA_70B, "FLASH_ATTN", 62_500), (DEEPSEEK_V3, "FLASHMLA", 15_625)):
         spec = spec_from_config(config, name="m")
-        built = stage_caches(spec, KvSettings(model_dtype="bfloat16", max_model_len=32768))
+        settings = KvSettings(model_dtype="bfloat16", max_model_len=32768, backend=BACKENDS[backend])
+        built = stage_caches(spec, settings)
         assert layouts_of_stages(built.stages)[0].blocks_for(10**6) == blocks
 
 
