@@ -106,12 +106,12 @@ def test_sampling_settings_reach_the_instance() -> None:
         instance,
         COMPLETIONS,
         ask(temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=7, presence_penalty=1, frequency_penalty=-1,
-            repetition_penalty=1.5, priority=3, cache_salt="s", min_tokens=2, unknown_field={"a": 1}, user="me"),
+            repetition_penalty=1.5, priority=0, cache_salt="s", min_tokens=2, unknown_field={"a": 1}, user="me"),
     )  # fmt: skip
     sampling, request = instance.samplings[0], instance.requests[0]
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0, 0.5, 0, 0.1)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.5)
-    assert (request.priority, request.cache_salt, request.min_tokens) == (3, "s", 2)
+    assert (request.cache_salt, request.min_tokens) == ("s", 2)
 
 
 def test_chat() -> None:

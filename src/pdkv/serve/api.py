@@ -42,6 +42,7 @@ from pdkv.serve.params import offered_sources
 from pdkv.serve.responses import SSE_DONE, Answer, sse
 from pdkv.serve.strict_json import parse_json
 from pdkv.serve.telemetry import Telemetry
+from pdkv.serve.unsupported import CHAT, COMPLETIONS, refuse_unsupported
 
 LOG = logging.getLogger("pdkv.api")
 
@@ -152,6 +153,7 @@ class InstanceApi:
         return StreamResponse(body_chunks, headers=headers, cleanup=deltas.aclose)
 
     async def _parse(self, body: dict[str, Any], *, chat: bool) -> tuple[list[Int32Array], Generation]:
+        refuse_unsupported(body, CHAT if chat else COMPLETIONS)
         if chat:
             chat_request = parse_request(ChatRequest, body)
             self._check_model(chat_request.model)

@@ -103,7 +103,6 @@ class Frontend:
                     max_tokens=max_tokens,
                     min_tokens=generation.min_tokens,
                     stop_token_ids=stop_ids,
-                    priority=generation.priority,
                     cache_salt=generation.cache_salt,
                     answer_id=answer_id,
                     produce=transfer.produce and first,

@@ -1,7 +1,7 @@
 """Request schemas of the OpenAI completions and chat APIs (with vLLM's extra fields), and error objects.
 
-Unknown fields are ignored, as clients and routers send many. Fields whose meaning cannot be honoured are refused by
-name instead of being dropped silently.
+Unknown fields are ignored, as clients and routers send many. Those whose meaning cannot be honoured are refused before
+(`unsupported`).
 """
 
 from __future__ import annotations
@@ -87,10 +87,7 @@ class _Common(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
-    priority: int | None = None
     user: str | None = None
-    logit_bias: dict[str, float] | None = None
-    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | list[dict[str, Any] | None] | None = None
 
@@ -100,9 +97,7 @@ class CompletionRequest(_Common):
 
     prompt: Any = None
     logprobs: int | None = None
-    echo: bool | None = None
     best_of: int | None = None
-    suffix: str | None = None
 
 
 class ChatMessage(BaseModel):
@@ -119,11 +114,8 @@ class ChatRequest(_Common):
     messages: list[ChatMessage]
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -148,7 +140,6 @@ class Generation:
     include_usage: bool = False
     continuous_usage: bool = False
     cache_salt: str | None = None
-    priority: int = 0
     sampling: dict[str, Any] = field(default_factory=dict)
     transfers: tuple[TransferRequest, ...] = ()
 
@@ -204,10 +195,6 @@ def _is_token(value: object) -> bool:
 
 def completion_generation(request: CompletionRequest, num_prompts: int) -> Generation:
     """The `Generation` of a completion. Raises `ApiError` or `BadRequest` naming the field that cannot be served."""
-    if request.echo:
-        _refuse("echo", "the prompt is not repeated in the answer; send the request without echo")
-    if request.suffix:
-        _refuse("suffix", "insertion is not supported; put everything into prompt")
     if request.best_of is not None and request.best_of != (request.n or 1):
         _refuse("best_of", f"{request.best_of} differs from n = {request.n or 1}; ask for n choices and rank them")
     _within("logprobs", request.logprobs, 0, MAX_TOP_LOGPROBS)
@@ -218,10 +205,6 @@ def chat_generation(request: ChatRequest) -> Generation:
     """The `Generation` of a chat turn. Raises `ApiError` or `BadRequest` naming the field that cannot be served."""
     if not request.messages:
         raise ApiError(400, "messages: at least one message is needed", param="messages", code="invalid_value")
-    if request.tools:
-        _refuse("tools", "tool calls are not supported; describe the tools in a message instead")
-    if request.response_format and request.response_format.get("type", "text") != "text":
-        _refuse("response_format", "only {'type': 'text'} is supported")
     if request.top_logprobs is not None and not request.logprobs:
         _refuse("top_logprobs", "needs logprobs = true")
     if reserved := sorted(RESERVED_TEMPLATE_KWARGS & set(request.chat_template_kwargs or ())):
@@ -238,10 +221,6 @@ def chat_generation(request: ChatRequest) -> Generation:
 def _generation(
     request: _Common, num_prompts: int, *, logprobs: int | None, default_max_tokens: int | None
 ) -> Generation:
-    if request.logit_bias:
-        _refuse("logit_bias", "not supported; leave it out")
-    if request.prompt_logprobs is not None:
-        _refuse("prompt_logprobs", "not supported; leave it out")
     _within("n", request.n, 1, MAX_CHOICES)
     check_answers(num_prompts, request.n or 1)
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
@@ -271,7 +250,6 @@ def _generation(
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         cache_salt=request.cache_salt,
-        priority=request.priority or 0,
         sampling=_sampling(request, logprobs),
         transfers=_transfers(request.kv_transfer_params, num_prompts),
     )

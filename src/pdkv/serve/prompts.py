@@ -63,11 +63,6 @@ class Prompts:
 
     async def encode_chat(self, request: ChatRequest) -> Int32Array:
         """The conversation as int32[n] by the model's chat template. Raises `ApiError` when it has none or refuses."""
-        if request.chat_template is not None:
-            raise ApiError(
-                400, "chat_template: a request cannot bring its own template; the model's is used",
-                param="chat_template", code="unsupported_value",
-            )  # fmt: skip
         if getattr(self._instance.model.tokenizer, "chat_template", None) is None:
             raise ApiError(
                 400,
