@@ -106,7 +106,7 @@ def test_what_times_would_decide_is_not_shown_as_nothing(plan: Printed) -> None:
     bare, _ = plan(*SMALL, "--role", "decode")
     assert not any("D holds" in line for line in bare)
     assert row(bare, "not known without").startswith("--prompt-tokens, --output-tokens, --request-rate, ")
-    load = ("--role", "decode", "--prompt-tokens", "1000", "--output-tokens", "100", "--request-rate", "2")
+    load = ("--role", "decode", "--prompt-tokens", "1k", "--output-tokens", "100", "--request-rate", "2")
     some, _ = plan(*SMALL, *load)
     assert row(some, "D holds") == "not known: running, loading"
     assert row(some, "not known without") == "--time-per-output-token, --prefill-time, --transfer-bandwidth"

@@ -186,3 +186,19 @@ def test_advice_where_the_budget_is_estimated(settings: dict[str, Any], expected
     assert [advice.id for advice in report.advice] == expected
     for advice in report.advice:
         assert_effect(advice.effect, report, make_plan(model, replace(options, **advice.changes)))
+
+
+def test_a_host_tier_is_said_to_keep_copies_only() -> None:
+    """1,024 tokens of the dense model are 64 MiB."""
+    options = PlanOptions(kv_cache_memory_bytes=20 * GIB, max_model_len=1024)
+    with_tier = make_plan(planned("dense"), replace(options, kv_offloading_bytes=GIB))
+    without = make_plan(planned("dense"), options)
+    [said] = [warning for warning in with_tier.warnings if warning.startswith("--kv-offloading-size: ")]
+    assert "makes no longer request fit" in said
+    assert said.endswith("1.00 GiB would keep 16.00 requests of this length ready to be read back")
+    assert with_tier.capacity == without.capacity
+    assert not any("offloading" in warning for warning in without.warnings)
+    long = make_plan(planned("dense"), replace(options, kv_offloading_bytes=GIB, max_model_len=128_000))
+    assert long.long_context is not None
+    assert "1.00 GiB would keep 0.13 requests" in long.long_context.host_tier
+    assert not any("offloading" in warning for warning in long.warnings)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pdkv.cli.values import parse_max_model_len, parse_optional_count
+from pdkv.cli.values import TOKENS, parse_max_model_len, parse_optional_count
 from pdkv.errors import ConfigError
 
 # Flags of vLLM that are not options of our own are left to the reader of its command lines.
@@ -147,10 +147,10 @@ def plan(
         typer.Option(metavar="decode|prefill", rich_help_panel=_SPLIT_PD, help="One side of a P/D pair, over NIXL."),
     ] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option(metavar="N", rich_help_panel=_SPLIT_PD, help="Of an average request.")
+        str | None, typer.Option(metavar="TOKENS", rich_help_panel=_SPLIT_PD, help="Of an average request: 4000, 8k.")
     ] = None,
     output_tokens: Annotated[
-        int | None, typer.Option(metavar="N", rich_help_panel=_SPLIT_PD, help="Of an average request.")
+        str | None, typer.Option(metavar="TOKENS", rich_help_panel=_SPLIT_PD, help="Of an average request.")
     ] = None,
     request_rate: Annotated[
         float | None, typer.Option(metavar="PER_S", rich_help_panel=_SPLIT_PD, help="Requests a second, all together.")
@@ -236,8 +236,8 @@ def plan(
         asked.solve(target_concurrency, at_tokens, max_gpus, as_json=as_json)
         return
     load = {
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": output_tokens,
+        "prompt_tokens": parse_optional_count("--prompt-tokens", prompt_tokens, TOKENS),
+        "output_tokens": parse_optional_count("--output-tokens", output_tokens, TOKENS),
         "requests_per_s": request_rate,
         "time_per_output_token_s": time_per_output_token,
         "prefill_time_s": prefill_time,

@@ -69,7 +69,9 @@ class Asked:
                 "--target-concurrency N and --at-tokens L belong together: N requests of L tokens at once"
             )
         most = _MOST_GPUS if max_gpus is None else max_gpus
-        target = Target(concurrency=concurrency, tokens=parse_count("--at-tokens", at_tokens), max_gpus=most)
+        target = Target(
+            concurrency=concurrency, tokens=parse_count("--at-tokens", at_tokens, "4096, 8k or 8K"), max_gpus=most
+        )
         found = solve(self.model.spec, self.options, target, self.resize)
         found = replace(found, warnings=(*self.warnings, *found.warnings))
         if as_json:

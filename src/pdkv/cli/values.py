@@ -11,7 +11,12 @@ _NUMBER = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgtKMGT]?)(?P<suff
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def parse_count(option: str, text: str, examples: str = "1073741824, 512MiB, 2GiB, 1.5g or 4G") -> int:
+_BYTES = "1073741824, 512MiB, 2GiB, 1.5g or 4G"
+TOKENS = "4096, 8k (8000) or 8K (8192)"
+"""Examples of lengths, for `parse_count`."""
+
+
+def parse_count(option: str, text: str, examples: str = _BYTES) -> int:
     """An integer with vLLM's suffixes: ``k m g t`` are powers of 1000, ``K M G T`` and ``KiB``.. powers of 1024.
 
     ``KB``, ``MB``, ``GB`` are powers of 1000. Decimals go with a suffix only: ``1.5g``, ``2.5GiB``.
@@ -28,9 +33,9 @@ def parse_count(option: str, text: str, examples: str = "1073741824, 512MiB, 2Gi
     return int(whole + fraction) * factor // 10 ** len(fraction)
 
 
-def parse_optional_count(option: str, text: str | None) -> int | None:
+def parse_optional_count(option: str, text: str | None, examples: str = _BYTES) -> int | None:
     """`parse_count`, or ``None`` for an option that was not given."""
-    return None if text is None else parse_count(option, text)
+    return None if text is None else parse_count(option, text, examples)
 
 
 def parse_max_model_len(text: str | None) -> int | Literal["auto"] | None:

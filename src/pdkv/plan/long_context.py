@@ -15,7 +15,8 @@ from pdkv.plan.kv_types import usable_types
 from pdkv.plan.sizing import Sized, growing
 from pdkv.units import format_bytes
 
-LONG_TOKENS = 1 << 17
+# What people write as 128k is long, be it a power of 1000 or of 1024.
+LONG_TOKENS = 128_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class LongContext:
 
 
 def long_context(sized: Sized, resize: Resize) -> LongContext | None:
-    """For requests of at least 128 Ki tokens that were asked for, and those that do not fit into the pool there is.
+    """For requests of at least LONG_TOKENS that were asked for, and those that do not fit into the pool there is.
 
     ``None`` for others, without KV, and where the weights leave no pool.
     """
@@ -67,7 +68,7 @@ def long_context(sized: Sized, resize: Resize) -> LongContext | None:
         longest=capacity.estimated_max_model_len,
         levers=tuple(_effects(sized, resize)) if sized.options.num_gpu_blocks_override is None else (),
         shared_prefix_requests=_sharing(sized, tokens),
-        host_tier=_host_tier(sized, tokens),
+        host_tier=host_tier(sized, tokens),
     )
 
 
@@ -119,7 +120,8 @@ def _sharing(sized: Sized, tokens: int) -> int:
     return 0 if whole > usable else (usable - half) // own if own else usable
 
 
-def _host_tier(sized: Sized, tokens: int) -> str:
+def host_tier(sized: Sized, tokens: int) -> str:
+    """What the host tier that was asked for, or one of 100 GiB, does for requests of ``tokens`` tokens."""
     held = _all_ranks(sized, tokens)
     text = (
         "a host tier keeps copies for later hits; a running request needs all its blocks on the GPUs, so it makes no "

@@ -16,7 +16,7 @@ from pdkv.plan.calibrate import Calibration
 from pdkv.plan.decode import Workload, decode_facts
 from pdkv.plan.emit import serve_command
 from pdkv.plan.facts import decoder_layers, deployment_facts, kv_facts, rank_facts, usage_facts
-from pdkv.plan.long_context import long_context
+from pdkv.plan.long_context import host_tier, long_context
 from pdkv.plan.model_length import beyond_model_length, needs_allow_long
 from pdkv.plan.options import PlanOptions
 from pdkv.plan.report import ModelFacts, PlanReport
@@ -49,6 +49,7 @@ def make_plan(
 
     sized = resize(options)
     spec = model.spec
+    long = long_context(sized, resize)
     return PlanReport(
         model=ModelFacts(
             name=spec.name,
@@ -62,12 +63,22 @@ def make_plan(
         deployment=deployment_facts(sized),
         usage=usage_facts(sized),
         decode=decode_facts(sized, workload),
-        long_context=long_context(sized, resize),
+        long_context=long,
         rules=options.rules.version,
         command=serve_command(served_as or spec.name, options, overrides, allow_long=needs_allow_long(spec, options)),
         advice=advise(sized, resize),
-        warnings=(*_connector_price(sized, resize), *warnings_of(spec, sized)),
+        warnings=(
+            *_connector_price(sized, resize),
+            *warnings_of(spec, sized),
+            *(_host_tier(sized) if long is None else ()),
+        ),
     )
+
+
+def _host_tier(sized: Sized) -> Iterator[str]:
+    """What --kv-offloading-size is good for, where no table of long requests says it."""
+    if sized.options.kv_offloading_bytes is not None and sized.bottleneck.groups:
+        yield f"--kv-offloading-size: {host_tier(sized, sized.capacity.max_model_len)}"
 
 
 def _connector_price(sized: Sized, resize: Resize) -> Iterator[str]:
