@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import ipaddress
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import psutil
 import pytest
 import zmq
 from benchmarks.transfer_half import FACTS, Half
@@ -151,3 +154,23 @@ def test_without_a_secret_only_peers_on_this_host_are_asked() -> None:
             assert "beyond this host peers must prove a secret" in ended.error
     finally:
         consumer.close()
+
+
+def test_unless_told_otherwise_nothing_listens_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX included, which listens on every interface by itself."""
+    if not any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13", "nixl")):
+        pytest.skip("no NIXL wheel is installed")
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    half = Half("producer", transport="nixl", mover="process").start()
+    try:
+        assert half.control.mover_pid is not None
+        of_ucx, ours = (
+            [one.laddr for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+            for process in (psutil.Process(half.control.mover_pid), psutil.Process())
+        )
+        assert of_ucx
+        assert half.control.port in [address.port for address in ours]
+        assert all(ipaddress.ip_address(address.ip).is_loopback for address in of_ucx + ours)
+    finally:
+        half.close()
