@@ -264,7 +264,7 @@ def test_serve_defaults_are_those_of_the_options(monkeypatch: pytest.MonkeyPatch
 def test_serve_one_instance(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
     options = start(
         monkeypatch, "instance_main", role, "some/dir", "--port", "7",
-        "--kv-load-timeout", "5", "--kv-lease-duration", "12",
+        "--kv-load-timeout", "5", "--kv-lease-duration", "12", "--push-registration-timeout", "9",
         "--transport", "shm", "--policy", "vllm", "--debug", "--threads", "1", "--served-model-name", "me",
         "--host", "0.0.0.0", "--side-channel-host", "10.0.0.5", "--weight-storage", "bf16",
         "--transfer-secret-file", "a/secret",
@@ -272,6 +272,7 @@ def test_serve_one_instance(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
     assert isinstance(options, InstanceOptions)
     assert (options.role, options.model, options.port, options.transport) == (role, "some/dir", 7, "shm")
     assert (options.kv_load_timeout_s, options.kv_lease_duration_s, options.policy) == (5.0, 12, "vllm")
+    assert options.push_registration_timeout_s == 9.0
     assert (options.debug, options.threads, options.served_model_name) == (True, 1, "me")
     assert (options.host, options.side_channel_host, options.weight_storage) == ("0.0.0.0", "10.0.0.5", "bf16")
     assert options.transfer_secret_file == "a/secret"
@@ -281,14 +282,18 @@ def test_serve_router(monkeypatch: pytest.MonkeyPatch) -> None:
     options = start(
         monkeypatch, "router", "router", "--prefill", "http://127.0.0.1:8100/", "--decode", "http://127.0.0.1:8200",
         "--decode", "http://127.0.0.1:8201", "--prefill-fallback", "fail", "--instance-timeout", "7",
+        "--transfer-mode", "push",
     )  # fmt: skip
     assert isinstance(options, RouterOptions)
+    assert options.transfer_mode == "push"
     assert options.prefill == ("http://127.0.0.1:8100",)
     assert len(options.decode) == 2
     assert options.prefill_fallback == "fail"
 
 
 def test_a_wrong_choice_is_refused_by_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--transfer-mode write"):
+        start(monkeypatch, "supervisor", "smollm2", "--transfer-mode", "write")
     with pytest.raises(ConfigError, match="--policy wild"):
         start(monkeypatch, "supervisor", "smollm2", "--policy", "wild")
 

@@ -13,13 +13,17 @@ from pdkv.core.engine import Engine
 from pdkv.core.ports import (
     Abort,
     Announce,
+    Announced,
     Awaited,
+    Decline,
     FromConsumer,
     FromProducer,
     Gone,
+    Keepalive,
     LoadFailed,
     NewRequest,
     Peer,
+    PeerLost,
     Plan,
     Register,
     Reply,
@@ -125,6 +129,17 @@ def test_a_withdrawal_of_what_is_not_known_is_nothing() -> None:
     assert (plan.replies, events) == ((), ())
 
 
+def test_a_withdrawal_may_come_before_the_request() -> None:
+    """Both legs begin at once: D may have needed nothing before P has heard of the request."""
+    engine = producer()
+    step(engine, 0, [heard(Register(ID, "P")), heard(Withdraw(ID))])
+    _, events = step(engine, 1, [prefill()])
+    assert finished_of(events)["p"].lease is None
+    assert_all_free(engine)
+    plan, _ = step(engine, 2, [heard(Register(ID, "P"), 2)])
+    assert plan.replies == (Reply(b"D", Gone(ID, "withdrawn by its consumer")),)
+
+
 def test_silent_and_too_many_registrations_are_dropped() -> None:
     engine = producer()
     step(engine, 0, [heard(Register(ID, "P"))])
@@ -148,7 +163,9 @@ def test_a_request_waits_without_memory_and_registers_until_it_is_answered() -> 
     assert plan.next_deadline_ns == NS, "a sixth of a lease"
     assert sent(step(engine, NS // 2)[0]) == []
     assert sent(step(engine, NS)[0]) == [Register(ID, "P")]
-    assert "announce" in engine.requests["d"].wait_cause
+    (shown,) = engine.memory().awaiting
+    assert (shown.request_id, shown.producer, shown.since_ns, shown.deadline_ns) == ("d", "P", 0, 20 * NS)
+    assert "announce" in shown.cause
 
 
 def test_it_is_announced_and_read_under_the_lease() -> None:
@@ -156,11 +173,14 @@ def test_it_is_announced_and_read_under_the_lease() -> None:
     step(d, 0, [decode()])
     step(p, 0, [prefill(), heard(Register(ID, "P"))])
     told = announcement(step(p, 1)[0])
-    plan, _ = step(d, 2, [FromProducer(told, P)])
+    assert step(d, 1)[0].keepalives == (Keepalive(P, (), awaited=True),), "so that the handshake is made beforehand"
+    plan, events = step(d, 2, [FromProducer(told, P)])
+    assert [event.waited_ns for event in events if isinstance(event, Announced)] == [2]
     (read,) = plan.reads
     assert read.source.grant == told.grant
     assert (read.source.request_id, len(read.local_blocks)) == ("p", 3)
-    assert plan.keepalives[0].tokens == (told.grant.token,)
+    assert plan.keepalives == (Keepalive(P, (told.grant.token,)),)
+    assert d.memory().awaiting == ()
     assert sent(plan) == [], "neither registered again nor withdrawn"
 
 
@@ -195,12 +215,14 @@ def test_a_second_request_of_one_id_is_computed_here(first_leaves: bool) -> None
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("how", ["gone", "too late", "another prompt's"])
+@pytest.mark.parametrize("how", ["gone", "too late", "no peer for us", "another prompt's"])
 def test_what_does_not_come(policy: str, how: str) -> None:
     engine = consumer(transfer=replace(STRICT, load_failure=policy))
     step(engine, 0, [decode()])
     if how == "gone":
         now_ns, inbox, words = 1, [FromProducer(Gone(ID, "it died"), P)], "it died"
+    elif how == "no peer for us":
+        now_ns, inbox, words = 1, [PeerLost(P, "nobody listens there")], "nobody listens"
     elif how == "too late":
         now_ns, inbox, words = 20 * NS, [], "not announced within 20 s"
     else:
@@ -234,6 +256,20 @@ def test_an_abort_withdraws() -> None:
     step(engine, 0, [decode()])
     assert sent(step(engine, 1, [Abort("d")])[0]) == [Withdraw(ID)]
     assert step(engine, 2, [FromProducer(Gone(ID, "late"), P)])[1] == ()
+
+
+def test_a_promise_that_was_refused_is_withdrawn() -> None:
+    """The request around it never became one."""
+    plan, _ = step(consumer(), 0, [Decline(Awaited(peer=P, transfer_id=ID))])
+    assert sent(plan) == [Withdraw(ID)]
+
+
+def test_another_peer_that_is_lost_concerns_nobody() -> None:
+    engine = consumer()
+    step(engine, 0, [decode()])
+    _, events = step(engine, 1, [PeerLost(Peer("Q", "127.0.0.1", 5600), "gone")])
+    assert events == ()
+    assert engine.requests["d"].awaited is not None
 
 
 def test_only_the_producer_asked_is_believed() -> None:

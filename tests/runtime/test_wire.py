@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkv.core.ports import Done, Heartbeat
+from pdkv.core.ports import Announce, Done, Gone, Grant, Heartbeat, Register, Withdraw
 from pdkv.runtime import wire
 from pdkv.runtime.wire import (
     BadFrame,
@@ -35,14 +37,28 @@ MEMORY = PeerMemory(
         slots_address=2**47 + 1,
     ),
 )
+GRANT = Grant(
+    block_ids=(3, 1),
+    num_tokens=20,
+    slot=1,
+    nonce=3,
+    lease_id=2**60,
+    token=b"t" * 16,
+    proof=b"p" * 16,
+    group_blocks=(2,),
+)
 QUESTIONS = [
     Hello(seq=1, engine_id="d", target="p", facts={"dtype": "float32"}),
     Heartbeat((b"x" * 16, b"y" * 16)),
     Done(b"z" * 16, "d"),
+    Register("transfer-1", "p"),
+    Withdraw("transfer-1"),
 ]
 ANSWERS = [
     HelloReply(seq=1, engine_id="p", nonce=3, grant_key=b"k" * 32, epoch=1, lease_ns=10, facts={}, memory=MEMORY),
     Refused(seq=2, reason="no"),
+    Announce("transfer-1", "r", GRANT),
+    Gone("transfer-1", "it died"),
 ]
 
 # Anything msgpack can say, in the shapes that come near a message.
@@ -52,9 +68,17 @@ plain = st.recursive(
     max_leaves=12,
 )
 near_messages = st.fixed_dictionaries(
-    {"type": st.sampled_from(["hello", "heartbeat", "done", "hello_reply", "refused"])},
+    {
+        "type": st.sampled_from(
+            ["hello", "heartbeat", "done", "hello_reply", "refused", "register", "withdraw", "announce", "gone"]
+        )
+    },
     optional=dict.fromkeys(
-        ("seq", "engine_id", "target", "facts", "tokens", "token", "consumer", "nonce", "grant_key", "memory"), plain
+        (
+            *("seq", "engine_id", "target", "facts", "tokens", "token", "consumer", "nonce", "grant_key", "memory"),
+            *("transfer_id", "producer", "request_id", "grant", "reason"),
+        ),
+        plain,
     ),
 )
 
@@ -143,6 +167,20 @@ def test_frames_have_a_size_limit() -> None:
 def test_hints_with_malformed_tokens_are_dropped(hint: Heartbeat | Done) -> None:
     with pytest.raises(BadFrame, match="16 bytes"):
         decode_question(encode(hint))
+
+
+@pytest.mark.parametrize("transfer_id", ["", "x" * 257], ids=["empty", "long"])
+@pytest.mark.parametrize("kind", [lambda name: Register(name, "p"), Withdraw], ids=["register", "withdraw"])
+def test_transfer_ids_have_a_size_limit(kind: Callable[[str], Register | Withdraw], transfer_id: str) -> None:
+    with pytest.raises(BadFrame, match="transfer id of"):
+        decode_question(encode(kind(transfer_id)))
+
+
+@pytest.mark.parametrize("damage", [{"token": b"short"}, {"proof": b""}, {"proof": b"p" * 17}], ids=str)
+def test_announcements_with_malformed_grants_are_dropped(damage: dict[str, bytes]) -> None:
+    grant = msgspec.structs.replace(GRANT, **damage)
+    with pytest.raises(BadFrame, match="token and proof"):
+        decode_answer(encode(Announce("transfer-1", "r", grant)))
 
 
 @settings(deadline=None)

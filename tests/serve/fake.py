@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pdkv.core.ports import (
     Admitted,
+    Awaited,
     Event,
     Finished,
     FinishReason,
@@ -109,7 +110,7 @@ class FakeInstance:
         self.requests: list[NewRequest] = []
         self.samplings: list[SamplingParams] = []
         self.aborts: list[tuple[str, FinishReason]] = []
-        self.released: list[RemoteSource] = []
+        self.released: list[RemoteSource | Awaited] = []
         self.refuse: Exception | None = None
         self.error: str | None = None
         self.gate: threading.Event | None = None
@@ -135,8 +136,8 @@ class FakeInstance:
         if self.gate is not None:
             self.gate.set()
 
-    def release(self, source: RemoteSource) -> None:
-        self.released.append(source)
+    def release(self, offer: RemoteSource | Awaited) -> None:
+        self.released.append(offer)
 
     def memory(self) -> MemoryView:
         now = time.monotonic_ns()

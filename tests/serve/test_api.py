@@ -9,9 +9,9 @@ from tests.serve.asgi import Exchange, client_of, eventually, sse_events
 from tests.serve.client import CHAT, COMPLETIONS, GOOD_PARAMS, app_of, ask, get, post
 from tests.serve.fake import EOS, GRANT, FakeInstance
 
-from pdkv.core.ports import FinishReason
+from pdkv.core.ports import Awaited, FinishReason, Peer
 from pdkv.errors import DoesNotFit
-from pdkv.serve.params import PREFILL_LEG
+from pdkv.serve.params import PREFILL_LEG, push_legs, side_channel_of
 
 # ---------------------------------------------------------------------------------------------------------- answers
 
@@ -290,6 +290,35 @@ def test_a_refused_request_gives_its_grant_back() -> None:
         assert len(instance.released) == 1
 
 
+PROMISED = push_legs(Peer("engine-p", "127.0.0.1", 5600), "0123456789abcdef")[1]
+
+
+def test_promised_kv_is_waited_for_by_the_first_choice() -> None:
+    instance = FakeInstance()
+    post(instance, COMPLETIONS, ask(n=2, kv_transfer_params=PROMISED))
+    first, second = instance.requests
+    assert first.awaited == Awaited(peer=Peer("engine-p", "127.0.0.1", 5600), transfer_id="0123456789abcdef")
+    assert (first.source, second.awaited) == (None, None)
+
+
+def test_a_refused_request_withdraws_what_it_was_promised() -> None:
+    for bad in ({"top_p": 7}, {"prompt": "x" * 600}, {"model": "other"}, {"prompt": ["a", "b"]}):
+        instance = FakeInstance()
+        assert post(instance, COMPLETIONS, ask(kv_transfer_params=PROMISED) | bad).status_code in (400, 404)
+        (offer,) = instance.released
+        assert isinstance(offer, Awaited)
+
+
+def test_a_prefill_to_be_announced_keeps_its_id() -> None:
+    instance = FakeInstance()
+    leg = push_legs(Peer("engine-1", "127.0.0.1", 5600), "0123456789abcdef")[0]
+    assert post(instance, COMPLETIONS, ask(kv_transfer_params=leg)).status_code == 200
+    (request,) = instance.requests
+    assert (request.produce, request.transfer_id, request.awaited) == (True, "0123456789abcdef", None)
+    two = post(instance, COMPLETIONS, ask(prompt=["a", "b"], kv_transfer_params=leg))
+    assert "a list with one object" in two.json()["error"]["message"]
+
+
 # -------------------------------------------------------------------------------------------------------- disconnects
 
 
@@ -367,7 +396,9 @@ def test_a_client_that_leaves_while_siblings_wait() -> None:
 def test_models_and_health() -> None:
     model = get(FakeInstance(), "/v1/models").json()["data"][0]
     assert (model["id"], model["max_model_len"]) == ("tiny", 512)
-    assert get(FakeInstance(), "/health").json()["status"] == "ok"
+    health = get(FakeInstance(), "/health").json()
+    assert health["status"] == "ok"
+    assert side_channel_of(health) == Peer("engine-1", "127.0.0.1", 5600)
 
 
 def test_debug_memory_follows_the_contract() -> None:
@@ -378,6 +409,7 @@ def test_debug_memory_follows_the_contract() -> None:
     assert set(holder) == {"request_id", "account", "blocks", "cause", "since_s", "deadline_s"}
     assert 1 <= holder["since_s"] < 3
     assert 0 < holder["deadline_s"] <= 2
+    assert entry["awaiting"] == []
 
 
 def test_metrics_count_what_was_served() -> None:

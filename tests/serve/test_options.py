@@ -42,6 +42,7 @@ def test_defaults_are_valid() -> None:
         ({"policy": "best"}, "--policy"),
         ({"kv_load_failure_policy": "hope"}, "--kv-load-failure-policy"),
         ({"kv_load_timeout_s": 0}, "--kv-load-timeout"),
+        ({"push_registration_timeout_s": 0}, "--push-registration-timeout"),
         ({"kv_lease_duration_s": 5}, "--kv-lease-duration"),
         ({"max_leased_fraction": 0.0}, "--max-leased-fraction"),
         ({"threads": 0}, "--threads"),

@@ -6,8 +6,17 @@ from typing import Any
 import pytest
 from tests.serve.fake import GRANT
 
+from pdkv.core.ports import Awaited, Peer
 from pdkv.errors import BadRequest
-from pdkv.serve.params import ORDINARY, PREFILL_LEG, grant_to_params, parse_params
+from pdkv.serve.params import (
+    ORDINARY,
+    PREFILL_LEG,
+    grant_to_params,
+    offers_in,
+    parse_params,
+    push_legs,
+    side_channel_of,
+)
 
 VLLM_KEYS = {
     "do_remote_prefill", "do_remote_decode", "remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host",
@@ -81,3 +90,69 @@ def test_both_flags_contradict_each_other() -> None:
 def test_a_flag_must_be_a_boolean() -> None:
     with pytest.raises(BadRequest, match="do_remote_decode"):
         parse_params({"do_remote_decode": "yes"})
+
+
+# --------------------------------------------------------------------------------------------------------------- push
+
+PEER = Peer("p-1", "host-of-p", 5600)
+ID = "0123456789abcdef"
+
+
+def test_the_two_legs_of_a_push() -> None:
+    to_prefill, to_decode = json.loads(json.dumps(push_legs(PEER, ID)))
+    asked = parse_params(to_prefill)
+    assert (asked.produce, asked.transfer_id, asked.offer) == (True, ID, None)
+    asked = parse_params(to_decode)
+    assert (asked.produce, asked.source, asked.awaited) == (False, None, Awaited(peer=PEER, transfer_id=ID))
+
+
+@pytest.mark.parametrize("mode", [None, "pull"])
+def test_a_transfer_id_means_nothing_without_push(mode: str | None) -> None:
+    asked = parse_params({**PREFILL_LEG, "transfer_id": ID, "transfer_mode": mode})
+    assert (asked.produce, asked.transfer_id) == (True, None)
+
+
+@pytest.mark.parametrize("leg", [0, 1], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    "value", [None, "", "short", "x" * 257, "0123456789abcde\n", "with spaces in it", 7, ["a" * 32]]
+)
+def test_a_transfer_id_must_be_one(leg: int, value: Any) -> None:
+    with pytest.raises(BadRequest, match="transfer_id"):
+        parse_params({**push_legs(PEER, ID)[leg], "transfer_id": value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("remote_engine_id", value) for value in (None, "", 7, "a b", "x" * 513)),
+        *(("remote_host", value) for value in (None, ["h"])),
+        *(("remote_port", value) for value in (None, 0, 65536, "5600", True)),
+        ("remote_block_ids", [[1, 2]]),
+        ("remote_block_ids", []),
+    ],
+)
+def test_what_d_must_be_told(name: str, value: Any) -> None:
+    with pytest.raises(BadRequest, match=name):
+        parse_params({**push_legs(PEER, ID)[1], name: value})
+
+
+@pytest.mark.parametrize("mode", ["write", "", 1, True, ["push"]])
+@pytest.mark.parametrize("flag", ["do_remote_decode", "do_remote_prefill"])
+def test_other_modes_are_refused(flag: str, mode: Any) -> None:
+    with pytest.raises(BadRequest, match="transfer_mode"):
+        parse_params({flag: True, "transfer_mode": mode})
+
+
+def test_offers_are_found_whatever_is_around_them() -> None:
+    to_prefill, to_decode = push_legs(PEER, ID)
+    found = offers_in([params(), None, to_decode, {"do_remote_prefill": "?"}, to_prefill, 7])
+    assert [offer.peer.engine_id for offer in found] == ["p-1", "p-1"]
+    assert found[1] == Awaited(peer=PEER, transfer_id=ID)
+
+
+def test_where_a_prefill_instance_is() -> None:
+    said = {"status": "ok", "engine_id": "p-1", "side_channel": {"host": "host-of-p", "port": 5600}}
+    assert side_channel_of(said) == PEER
+    for bad in ({"status": "ok"}, {**said, "side_channel": "host-of-p:5600"}, {**said, "engine_id": 1}, [], None):
+        with pytest.raises(BadRequest, match="pull"):
+            side_channel_of(bad)

@@ -89,6 +89,14 @@ def _template(
     kv_load_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Most a load may take.", rich_help_panel=_TRANSFER)
     ] = 60.0,
+    push_registration_timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long D waits for P to announce a prompt's KV (--transfer-mode push).",
+            rich_help_panel=_TRANSFER,
+        ),
+    ] = 480.0,
     kv_lease_duration: Annotated[
         int, typer.Option(metavar="SECONDS", help="How long P keeps KV that nobody renews.", rich_help_panel=_TRANSFER)
     ] = 30,
@@ -152,6 +160,7 @@ def build_instance(role: Role, model: str, *, host: str, port: int, options: dic
         max_model_len=parse_max_model_len(given.pop("max_model_len")),
         kv_cache_memory_bytes=parse_optional_count("--kv-cache-memory-bytes", given.pop("kv_cache_memory_bytes")),
         kv_load_timeout_s=given.pop("kv_load_timeout"),
+        push_registration_timeout_s=given.pop("push_registration_timeout"),
         kv_lease_duration_s=given.pop("kv_lease_duration"),
         **given,
     )

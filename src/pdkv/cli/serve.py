@@ -12,7 +12,7 @@ from pdkv.cli.engine_extra import engine_module
 from pdkv.cli.instance_options import build_instance, with_instance_options
 
 if TYPE_CHECKING:
-    from pdkv.serve.options import PrefillFallback  # a name outside of it is refused by the options themselves
+    from pdkv.serve.options import PrefillFallback, TransferMode  # other names are refused by the options themselves
 
 _PAIR = "(prefill, decode and router)"
 
@@ -46,6 +46,10 @@ Port = Annotated[int, typer.Option(help="HTTP port; 0: any free one.")]
 Fallback = Annotated[
     str, typer.Option(help="When no prefill instance answers: local (decode computes the prompt) or fail (503).")
 ]
+Mode = Annotated[
+    str,
+    typer.Option(help="pull: D is asked when P has finished. push: both at once; D holds no memory while it waits."),
+]
 InstanceTimeout = Annotated[
     float,
     typer.Option(
@@ -71,6 +75,7 @@ def pair(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     prefill_fallback: Fallback = "local",
+    transfer_mode: Mode = "pull",
     instance_timeout: InstanceTimeout = 30.0,
     log_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Keep the instances' logs here.")] = None,
     **options: Any,
@@ -90,6 +95,7 @@ def pair(
         host=host,
         port=port,
         prefill_fallback=cast("PrefillFallback", prefill_fallback),
+        transfer_mode=cast("TransferMode", transfer_mode),
         instance_timeout_s=instance_timeout,
         log_dir=log_dir,
     )
@@ -119,6 +125,7 @@ def router(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     prefill_fallback: Fallback = "local",
+    transfer_mode: Mode = "pull",
     instance_timeout: InstanceTimeout = 30.0,
 ) -> None:
     """Start the router: the OpenAI API in front of prefill and decode instances."""
@@ -130,6 +137,7 @@ def router(
         host=host,
         port=port,
         prefill_fallback=cast("PrefillFallback", prefill_fallback),
+        transfer_mode=cast("TransferMode", transfer_mode),
         instance_timeout_s=instance_timeout,
     )
     _run("router", options)

@@ -17,6 +17,7 @@ from pdkv.core.config import EngineConfig
 from pdkv.core.journal import Journal
 from pdkv.core.ports import (
     Abort,
+    Awaited,
     Batch,
     BoolArray,
     Decline,
@@ -33,6 +34,7 @@ from pdkv.core.ports import (
     MoverRestarted,
     NewRequest,
     Outputs,
+    PeerLost,
     Plan,
     ReadEnded,
     Register,
@@ -207,6 +209,7 @@ class Engine:
             accounts=ledger.as_dict(),
             peaks=ledger.peaks_as_dict(),
             holders=tuple(self.manager.holders()),
+            awaiting=self.consumer.waits.views(),
         )
 
     def take_kv_events(self) -> tuple[KvEvent, ...]:
@@ -252,12 +255,18 @@ class Engine:
                     del self.requests[item.request_id]
                 elif item.reason is FinishReason.ABORT:
                     self.producer.on_undelivered(item.request_id)
-            case Decline():
-                self.consumer.decline(item.source)
+            case Decline(offer=Awaited() as awaited):
+                self.consumer.waits.decline(awaited)
+            case Decline(offer=RemoteSource() as source):
+                self.consumer.decline(source)
             case FromConsumer():
                 self._on_consumer(item)
             case FromProducer():
                 self._on_producer(item)
+            case PeerLost():
+                for request in self.consumer.waits.at(item.peer):
+                    self.consumer.waits.drop(request, tell=True)  # it may be alive, and only no peer for us
+                    self.scheduler.announcement_failed(request, item.cause)
             case ReadEnded():
                 ended = self.consumer.on_read_ended(item)
                 if ended is not None:

@@ -134,9 +134,9 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """A grant that was offered here will not be used: tell its producer (the request never became one)."""
+    """A grant, or the promise of one, that was offered here will not be used (the request never became one)."""
 
-    source: RemoteSource
+    offer: RemoteSource | Awaited
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -204,6 +204,14 @@ class FromProducer:
     peer: Peer
 
 
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """Nothing can be read from ``peer`` now: no handshake with it succeeds (it is gone, another one, or unlike us)."""
+
+    peer: Peer
+    cause: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadEnded:
     """A READ's handle is over: nothing of it can touch the destination any more.
@@ -229,7 +237,7 @@ class MoverRestarted:
     handles: tuple[int, ...]
 
 
-InboxItem = NewRequest | Abort | Decline | FromConsumer | FromProducer | ReadEnded | MoverRestarted
+InboxItem = NewRequest | Abort | Decline | FromConsumer | FromProducer | PeerLost | ReadEnded | MoverRestarted
 
 
 # ---------------------------------------------------------------------------------------------------------- plan
@@ -296,10 +304,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
-    """Leases at one peer that the control thread renews every ``lease // 6`` until the core publishes a new set."""
+    """Leases at one peer that the control thread renews every ``lease // 6`` until the core publishes a new set.
+
+    ``awaited``: something is to be announced there, so the connection stays and the handshake is made beforehand.
+    """
 
     peer: Peer
     tokens: tuple[bytes, ...]
+    awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -376,6 +388,18 @@ class Preempted(Event, frozen=True, kw_only=True):
     """Lost its blocks to another request; ``lost_tokens`` must be computed again."""
 
     lost_tokens: int
+
+
+class Registered(Event, frozen=True, kw_only=True):
+    """D waits, without memory, for the engine ``producer`` to announce this prompt's KV (push)."""
+
+    producer: str
+
+
+class Announced(Event, frozen=True, kw_only=True):
+    """What D waited for is kept for it; the wait took ``waited_ns``."""
+
+    waited_ns: int
 
 
 class LoadStarted(Event, frozen=True, kw_only=True):
@@ -456,6 +480,17 @@ class HolderView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AwaitingView:
+    """A request that holds no memory yet, because the engine ``producer`` has not announced its prompt's KV."""
+
+    request_id: str
+    producer: str
+    cause: str
+    since_ns: int
+    deadline_ns: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryView:
     """The ledger at one instant: ``accounts`` sum to ``num_blocks``; ``peaks`` are maxima since the start."""
 
@@ -464,3 +499,4 @@ class MemoryView:
     accounts: dict[str, int]
     peaks: dict[str, int]
     holders: tuple[HolderView, ...] = field(default=())
+    awaiting: tuple[AwaitingView, ...] = field(default=())

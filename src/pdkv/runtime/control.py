@@ -16,7 +16,19 @@ from concurrent.futures import Future
 
 import zmq
 
-from pdkv.core.ports import FromConsumer, FromProducer, Heartbeat, InboxItem, Keepalive, Plan, Reply, ToProducer
+from pdkv.core.ports import (
+    Announce,
+    FromConsumer,
+    FromProducer,
+    Heartbeat,
+    InboxItem,
+    Keepalive,
+    PeerLost,
+    Plan,
+    Register,
+    Reply,
+    ToProducer,
+)
 from pdkv.errors import ConfigError, FenceLost
 from pdkv.runtime.doorkeeper import Doorkeeper, PeerIdentity, TransferMemory
 from pdkv.runtime.mover_host import MoverHost, MoverKind
@@ -286,6 +298,8 @@ class Control:
         for link in links:
             if link.socket in ready:
                 for told in self._peers.hear(link, _FRAMES_PER_TURN, self._now_ns()):
+                    self._stats.announcements_received += isinstance(told, Announce)
+                    self._stats.gone_received += not isinstance(told, Announce)
                     self._deliver(FromProducer(told, link.peer))
             if link.monitor in ready and link.connection_lost():
                 self._peers.lost(link)
@@ -294,6 +308,8 @@ class Control:
         self._peers.tick(now_ns, engine_alive=now_ns - self._last_step_ns() < 60 * 10**9)
         for link, problem in self._peers.take_settled():
             self._reader.settled(link, problem, now_ns)
+            if problem is not None and link.awaited:
+                self._deliver(PeerLost(link.peer, problem))
         self._reader.tick(now_ns)
         self._mover.serve_until(self._doorkeeper.readers_until_ns(now_ns), now_ns)
 
@@ -303,6 +319,9 @@ class Control:
         self._peers.send(plan.messages, now_ns)
         self._reply(plan.replies)
         self._peers.keep_alive(plan.keepalives, now_ns)
+        for keepalive in plan.keepalives:
+            if keepalive.awaited and isinstance(link := self._peers.link(keepalive.peer, now_ns), str):
+                self._deliver(PeerLost(keepalive.peer, link))  # here ``link`` says why there is none
 
     def _wait_ms(self) -> int:
         times = [t for t in (self._peers.next_ns(), self._reader.next_ns(), self._mover.next_ns()) if t is not None]
@@ -353,6 +372,7 @@ class Control:
         self._stats.refusals += isinstance(answer, Refused)
         if isinstance(answer, ToProducer):
             self._stats.heartbeats_received += isinstance(answer, Heartbeat)
+            self._stats.registrations_received += isinstance(answer, Register)
             self._deliver(FromConsumer(answer, now_ns, sender))
         else:
             self._send_answer(sender, answer)
@@ -360,19 +380,26 @@ class Control:
     def _reply(self, replies: tuple[Reply, ...]) -> None:
         """To consumers that have registered; one whose connection is gone registers again."""
         for reply in replies:
-            self._send_answer(reply.origin, reply.message)
+            sent = self._send_answer(reply.origin, reply.message)
+            self._stats.lost_messages += not sent
+            self._stats.announcements_sent += sent and isinstance(reply.message, Announce)
+            self._stats.gone_sent += sent and not isinstance(reply.message, Announce)
 
-    def _send_answer(self, sender: bytes, answer: Answer) -> None:
+    def _send_answer(self, sender: bytes, answer: Answer) -> bool:
+        """Whether the socket took it."""
         try:
-            self._send_frame(sender, self._door.frame(sender, answer))
+            return self._send_frame(sender, self._door.frame(sender, answer))
         except BadFrame as error:
             log.debug("side channel: an answer was not sent: %s", error)
+            return False
 
-    def _send_frame(self, sender: bytes, frame: bytes) -> None:
+    def _send_frame(self, sender: bytes, frame: bytes) -> bool:
         try:
             self._router.send_multipart([sender, frame], zmq.DONTWAIT)
         except zmq.ZMQError as error:
             log.debug("side channel: an answer was not sent: %s", error)
+            return False
+        return True
 
     def _deliver(self, item: InboxItem) -> None:
         try:

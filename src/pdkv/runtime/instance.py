@@ -17,6 +17,7 @@ import numpy as np
 from pdkv.core.engine import Engine
 from pdkv.core.ports import (
     Abort,
+    Awaited,
     Batch,
     Decline,
     Event,
@@ -158,9 +159,9 @@ class Instance:
         """End a request; unknown and finished ones are ignored. Its sink still gets the one `Finished`."""
         self.deliver(Abort(request_id, reason))
 
-    def release(self, source: RemoteSource) -> None:
-        """Tell the producer of ``source`` that its grant will not be used."""
-        self.deliver(Decline(source))
+    def release(self, offer: RemoteSource | Awaited) -> None:
+        """Tell the producer that the grant that was offered, or promised, will not be used."""
+        self.deliver(Decline(offer))
 
     def deliver(self, item: InboxItem) -> None:
         """Put something into the engine's inbox."""

@@ -46,6 +46,8 @@ class PeerLink:
         self.hello_deadline_ns = 0
         self.reply: HelloReply | None = None
         self.tokens: tuple[bytes, ...] = ()
+        self.awaited = False  # something is to be announced here
+        self.ask_again_ns = now_ns
         self.next_beat_ns = now_ns
         self.last_beat_ns = now_ns - 10**9  # none yet: the first may go at once
         self.last_used_ns = now_ns

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from pdkv.core.ports import Heartbeat, Keepalive, Peer, SendMessage, ToConsumer
+from pdkv.core.ports import Heartbeat, Keepalive, Peer, Register, SendMessage, ToConsumer
 from pdkv.runtime.doorkeeper import differing_facts
 from pdkv.runtime.peer_auth import line_for
 from pdkv.runtime.peer_link import Handshake, PeerLink, name_of
@@ -22,6 +22,7 @@ _ANSWER_TIMEOUT_NS = 5 * 10**9
 _IDLE_LINK_NS = 60 * 10**9
 _NEW_LEASE_BEAT_NS = 10**9
 _UNKNOWN_LEASE_BEAT_NS = 10**9  # before the handshake
+_ASK_AGAIN_NS = 10**9  # a handshake in vain, of a peer that is to announce something
 _SHORTEST_BEAT_NS = 50_000_000  # whatever lease a peer claims to grant
 _MAX_LINKS = 1024
 
@@ -71,6 +72,7 @@ class Peers:
         self._seq += 1
         link.hello_seq = self._seq
         link.hello_deadline_ns = now_ns + _ANSWER_TIMEOUT_NS
+        link.ask_again_ns = now_ns + _ASK_AGAIN_NS
         link.handshake = Handshake.ASKED
         link.send(
             Hello(seq=link.hello_seq, engine_id=self.engine_id, target=link.peer.engine_id, facts=dict(self.facts))
@@ -145,22 +147,25 @@ class Peers:
                 self.stats.lost_messages += 1
             elif isinstance(message.message, Heartbeat):
                 self.stats.heartbeats_sent += 1
+            else:
+                self.stats.registrations_sent += isinstance(message.message, Register)
 
     def keep_alive(self, keepalives: tuple[Keepalive, ...], now_ns: int) -> None:
         """Make these the whole set of leases that are renewed."""
-        wanted = {keepalive.peer: keepalive.tokens for keepalive in keepalives}
+        wanted = {keepalive.peer for keepalive in keepalives}
         for link in self.links():
             if link.peer not in wanted:
-                link.tokens = ()
-        for peer, tokens in wanted.items():
-            if tokens:
-                self._keep(peer, tokens, now_ns)
+                link.tokens, link.awaited = (), False
+        for keepalive in keepalives:
+            if keepalive.tokens or keepalive.awaited:
+                self._keep(keepalive, now_ns)
 
-    def _keep(self, peer: Peer, tokens: tuple[bytes, ...], now_ns: int) -> None:
-        link = self.link(peer, now_ns)
+    def _keep(self, keepalive: Keepalive, now_ns: int) -> None:
+        link, tokens = self.link(keepalive.peer, now_ns), keepalive.tokens
         if not isinstance(link, PeerLink):
             log.warning("no heartbeats: %s", link)
             return
+        link.awaited = keepalive.awaited
         if not set(tokens) <= set(link.tokens):
             # A lease may be nearly over when its request reaches us: say so soon, at most once a second.
             link.next_beat_ns = min(link.next_beat_ns, max(now_ns, link.last_beat_ns + _NEW_LEASE_BEAT_NS))
@@ -177,7 +182,9 @@ class Peers:
                 self._no_answer(link)
             if link.tokens and now_ns >= link.next_beat_ns:
                 self._beat(link, now_ns, engine_alive=engine_alive)
-            if not link.tokens and now_ns - link.last_used_ns > _IDLE_LINK_NS:
+            if link.awaited and _is_idle(link) and now_ns >= link.ask_again_ns:
+                self.ask(link, now_ns)
+            if not link.tokens and not link.awaited and now_ns - link.last_used_ns > _IDLE_LINK_NS:
                 del self._links[link.peer]
                 link.close()
 
@@ -201,4 +208,10 @@ class Peers:
         """When `tick` is wanted next; None when nothing is timed."""
         times = [link.hello_deadline_ns for link in self._links.values() if link.handshake is Handshake.ASKED]
         times += [link.next_beat_ns for link in self._links.values() if link.tokens]
+        times += [link.ask_again_ns for link in self._links.values() if link.awaited and _is_idle(link)]
         return min(times, default=None)
+
+
+def _is_idle(link: PeerLink) -> bool:
+    """No handshake stands, nor is one under way."""
+    return link.handshake in (Handshake.NONE, Handshake.REFUSED)

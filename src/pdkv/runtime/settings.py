@@ -55,6 +55,8 @@ class InstanceSettings(Protocol):
     @property
     def kv_load_timeout_s(self) -> float: ...
     @property
+    def push_registration_timeout_s(self) -> float: ...
+    @property
     def kv_lease_duration_s(self) -> int: ...
     @property
     def max_leased_fraction(self) -> float: ...
@@ -92,6 +94,7 @@ def engine_config(settings: InstanceSettings, num_blocks: int, max_model_len: in
         watermark=settings.watermark,
         transfer=transfer_policy(settings),
         kv_load_timeout_ns=seconds_to_ns(settings.kv_load_timeout_s),
+        push_registration_timeout_ns=seconds_to_ns(settings.push_registration_timeout_s),
         lease_ns=seconds_to_ns(settings.kv_lease_duration_s),
         max_leased_fraction=settings.max_leased_fraction,
     )

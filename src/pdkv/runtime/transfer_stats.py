@@ -14,7 +14,7 @@ class TransferStats:
     """Since the start. ``seconds_counts[i]`` counts finished reads of at most ``SECONDS_BUCKETS[i]`` s and more than
     the bucket before; the last entry those above all. ``transfers`` finished with a slot read, ``failed_transfers``
     did not; ``failed_handshakes`` are those of ours that were refused or got no answer, ``refusals`` the handshakes of
-    peers and the grants that we refused.
+    peers and the grants that we refused; ``registrations_*``, ``announcements_*`` and ``gone_*`` are push mode's.
     """
 
     transfers: int = 0
@@ -26,6 +26,12 @@ class TransferStats:
     refusals: int = 0
     heartbeats_sent: int = 0
     heartbeats_received: int = 0
+    registrations_sent: int = 0
+    registrations_received: int = 0
+    announcements_sent: int = 0
+    announcements_received: int = 0
+    gone_sent: int = 0
+    gone_received: int = 0
     dropped_frames: int = 0
     lost_messages: int = 0
     mover_restarts: int = 0

@@ -38,7 +38,7 @@ from pdkv.serve.openai import (
     parse_request,
     prompts_of,
 )
-from pdkv.serve.params import offered_sources
+from pdkv.serve.params import offers_in
 from pdkv.serve.responses import SSE_DONE, Answer, sse
 from pdkv.serve.strict_json import parse_json
 from pdkv.serve.telemetry import Telemetry
@@ -97,12 +97,18 @@ class InstanceApi:
         return JsonResponse({"object": "list", "data": [model]})
 
     async def health(self, _request: Request) -> Response:
-        """``GET /health``: 200, or 503 with the reason when the engine has stopped."""
+        """``GET /health``: 200, or 503 with the reason when the engine has stopped.
+
+        ``engine_id`` and ``side_channel`` are what push mode tells a decode instance before a prefill has ended.
+        """
         if (failure := self._instance.failed) is not None:
             reason = str(failure) or type(failure).__name__
             return JsonResponse({"status": "failed", "reason": reason}, status_code=503)
         info = self._instance.info
-        return JsonResponse({"status": "ok", "role": info.role, "engine_id": info.engine_id})
+        side_channel = {"host": info.side_channel_host, "port": info.side_channel_port}
+        return JsonResponse(
+            {"status": "ok", "role": info.role, "engine_id": info.engine_id, "side_channel": side_channel}
+        )
 
     async def metrics(self, _request: Request) -> Response:
         """``GET /metrics`` in Prometheus' text format."""
@@ -132,7 +138,7 @@ class InstanceApi:
             generation = await self.frontend.with_addresses(generation)
             choices = self.frontend.plan(prompts, generation, answer_id)
         except Exception:
-            await self.frontend.release(offered_sources(body.get("kv_transfer_params")))
+            await self.frontend.release(offers_in(body.get("kv_transfer_params")))
             raise
         self.frontend.submit(choices)
         answer = Answer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from pdkv.core.ports import Event, FinishReason, MemoryView, NewRequest, RemoteSource
+from pdkv.core.ports import Awaited, Event, FinishReason, MemoryView, NewRequest, RemoteSource
 from pdkv.runtime.sampler import SamplingParams, TokenLogprobs
 from pdkv.runtime.transfer_stats import TransferStats
 
@@ -91,8 +91,8 @@ class ServedInstance(Protocol):
         """End a request (an unknown or finished one is ignored); its sink still gets the one `Finished`."""
         ...
 
-    def release(self, source: RemoteSource) -> None:
-        """Tell the producer that this grant will not be used (a hint: its lease would expire anyway)."""
+    def release(self, offer: RemoteSource | Awaited) -> None:
+        """Tell the producer that this grant, or promise, will not be used (a hint: its lease would expire anyway)."""
         ...
 
     def memory(self) -> MemoryView: ...

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from pdkv.core.ports import Finished, FinishReason, Int32Array, NewRequest, RemoteSource, TokenSampled
+from pdkv.core.ports import Awaited, Finished, FinishReason, Int32Array, NewRequest, RemoteSource, TokenSampled
 from pdkv.errors import BadRequest
 from pdkv.runtime.sampler import SamplingParams, TokenLogprobs
 from pdkv.serve.detokenizer import TextStream
@@ -75,9 +75,11 @@ class Frontend:
         """``generation`` with the peers' host names looked up."""
 
         async def one(transfer: TransferRequest) -> TransferRequest:
-            if transfer.source is None:
-                return transfer
-            return TransferRequest(source=await self._names.resolve(transfer.source))
+            if transfer.source is not None:
+                return TransferRequest(source=await self._names.resolve(transfer.source))
+            if transfer.awaited is not None:
+                return TransferRequest(awaited=await self._names.resolve(transfer.awaited))
+            return transfer
 
         return replace(generation, transfers=tuple(await asyncio.gather(*map(one, generation.transfers))))
 
@@ -106,7 +108,9 @@ class Frontend:
                     cache_salt=generation.cache_salt,
                     answer_id=answer_id,
                     produce=transfer.produce and first,
+                    transfer_id=transfer.transfer_id if first else None,
                     source=transfer.source if first else None,
+                    awaited=transfer.awaited if first else None,
                 )
                 text = TextStream(
                     model.tokenizer,
@@ -118,7 +122,7 @@ class Frontend:
                     skip_special_tokens=generation.skip_special_tokens,
                 )
                 choice = Choice(len(choices), prompt_index, request, self._sampling(generation, i), text)
-                if not first and transfer.source is not None:
+                if not first and transfer.offer is not None:
                     # One lease is read once. The siblings start when the first has its prompt's KV, and hit the cache.
                     choice.after = choices[len(choices) - i].started
                 choices.append(choice)
@@ -163,7 +167,7 @@ class Frontend:
             except RuntimeError:  # the loop is closed: the server is going down and nobody waits for this answer
                 pass
 
-        self._arrivals.arrived(choice.request.request_id, fetches=choice.request.source is not None)
+        self._arrivals.arrived(choice.request.request_id, fetches=_offer(choice) is not None)
         try:
             self.instance.submit(choice.request, choice.sampling, sink)
         except BaseException:
@@ -177,13 +181,13 @@ class Frontend:
             if choice.submitted and (choice.request.produce or not choice.ended):
                 choice.ended = True
                 self.instance.abort(choice.request.request_id, FinishReason.ABORT)
-            elif not choice.submitted and choice.request.source is not None:
-                self.instance.release(choice.request.source)
+            elif not choice.submitted and (offer := _offer(choice)) is not None:
+                self.instance.release(offer)
 
-    async def release(self, sources: Sequence[RemoteSource]) -> None:
+    async def release(self, offers: Sequence[RemoteSource | Awaited]) -> None:
         """Give grants back that will never be used, because the request was refused."""
-        for source in sources:
-            self.instance.release(await self._names.resolve(source))
+        for offer in offers:
+            self.instance.release(await self._names.resolve(offer))
 
     async def deltas(self, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, Delta]]:
         """The deltas of all choices as they come. Ends when all have finished; leaving early aborts the rest.
@@ -288,3 +292,7 @@ class Frontend:
             host=info.side_channel_host,
             port=info.side_channel_port,
         )
+
+
+def _offer(choice: Choice) -> RemoteSource | Awaited | None:
+    return choice.request.source or choice.request.awaited

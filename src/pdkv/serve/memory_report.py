@@ -13,7 +13,8 @@ def memory_report(info: InfoLike, view: MemoryView, now_ns: int) -> dict[str, An
     """One entry of ``instances``; ``accounts`` sum to ``num_blocks``.
 
     ``since_s`` is how long ago a holder began, ``deadline_s`` how long it may still hold: null where nothing bounds it
-    but its own end, negative when the deadline has passed and is being dealt with.
+    but its own end, negative when the deadline has passed and is being dealt with. ``awaiting`` are requests without
+    memory, whose prompt's KV a prefill instance is still to announce (push).
     """
     return {
         "role": info.role,
@@ -31,11 +32,23 @@ def memory_report(info: InfoLike, view: MemoryView, now_ns: int) -> dict[str, An
                 "account": holder.account,
                 "blocks": holder.blocks,
                 "cause": holder.cause,
-                "since_s": round((now_ns - holder.since_ns) / NS_PER_S, 3),
-                "deadline_s": None
-                if holder.deadline_ns is None
-                else round((holder.deadline_ns - now_ns) / NS_PER_S, 3),
+                "since_s": _seconds(now_ns - holder.since_ns),
+                "deadline_s": None if holder.deadline_ns is None else _seconds(holder.deadline_ns - now_ns),
             }
             for holder in view.holders
         ],
+        "awaiting": [
+            {
+                "request_id": wait.request_id,
+                "producer": wait.producer,
+                "cause": wait.cause,
+                "since_s": _seconds(now_ns - wait.since_ns),
+                "deadline_s": None if wait.deadline_ns is None else _seconds(wait.deadline_ns - now_ns),
+            }
+            for wait in view.awaiting
+        ],
     }
+
+
+def _seconds(ns: int) -> float:
+    return round(ns / NS_PER_S, 3)

@@ -293,7 +293,7 @@ def _transfers(params: dict[str, Any] | list[dict[str, Any] | None] | None, coun
     if isinstance(params, dict):
         if count > 1:
             parsed = parse_params(params)
-            if parsed.source is not None:
+            if parsed.offer is not None or parsed.transfer_id is not None:
                 raise BadRequest(
                     f"kv_transfer_params: one object cannot describe the KV of {count} prompts; "
                     "give a list with one object (or null) per prompt, or send the prompts one by one"

@@ -18,6 +18,7 @@ LoadFailurePolicy = Literal["recompute", "fail"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 WeightStorage = Literal["auto", "bf16"]
 PrefillFallback = Literal["local", "fail"]
+TransferMode = Literal["pull", "push"]
 
 DEFAULT_PORT = 8000
 DEFAULT_INSTANCE_TIMEOUT_S = 30.0
@@ -133,6 +134,7 @@ class InstanceOptions:
     policy: Policy = "strict"
     kv_load_failure_policy: LoadFailurePolicy | None = None
     kv_load_timeout_s: float = 60.0
+    push_registration_timeout_s: float = 480.0
     kv_lease_duration_s: int = 30
     max_leased_fraction: float = 0.8
     side_channel_host: str | None = None
@@ -186,6 +188,7 @@ class InstanceOptions:
         if self.kv_load_failure_policy is not None:
             _one_of("--kv-load-failure-policy", self.kv_load_failure_policy, ("recompute", "fail"))
         _positive("--kv-load-timeout", self.kv_load_timeout_s)
+        _positive("--push-registration-timeout", self.push_registration_timeout_s)
         _require(
             self.kv_lease_duration_s >= 6,
             f"--kv-lease-duration {self.kv_lease_duration_s}: at least 6 s, for a heartbeat is sent every sixth of it",
@@ -204,7 +207,8 @@ class RouterOptions:
     ``prefill_fallback`` says what happens when no prefill instance can be reached: ``local`` lets the decode instance
     compute the prompt itself (the answer carries ``x-pdkv-prefill: local``), ``fail`` answers 503 naming P.
     ``instance_timeout_s`` is how long an instance may give no sign of life (an answer, or `/health`) while the router
-    waits for it; one that is only busy is waited for without limit.
+    waits for it; one that is only busy is waited for without limit. ``transfer_mode`` ``pull`` asks the decode instance
+    when the prefill has ended, ``push`` both at once.
     """
 
     prefill: tuple[str, ...]
@@ -212,6 +216,7 @@ class RouterOptions:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     prefill_fallback: PrefillFallback = "local"
+    transfer_mode: TransferMode = "pull"
     connect_timeout_s: float = 5.0
     instance_timeout_s: float = DEFAULT_INSTANCE_TIMEOUT_S
 
@@ -223,6 +228,7 @@ class RouterOptions:
         _host("--host", self.host)
         _port("--port", self.port)
         _one_of("--prefill-fallback", self.prefill_fallback, ("local", "fail"))
+        _one_of("--transfer-mode", self.transfer_mode, ("pull", "push"))
         _positive("--connect-timeout", self.connect_timeout_s)
         _positive("--instance-timeout", self.instance_timeout_s)
 
@@ -239,6 +245,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     prefill_fallback: PrefillFallback = "local"
+    transfer_mode: TransferMode = "pull"
     instance_timeout_s: float = DEFAULT_INSTANCE_TIMEOUT_S
     start_timeout_s: float = 600.0
     stop_grace_s: float = 10.0
@@ -250,6 +257,7 @@ class ServeOptions:
         _host("--host", self.host)
         _port("--port", self.port)
         _one_of("--prefill-fallback", self.prefill_fallback, ("local", "fail"))
+        _one_of("--transfer-mode", self.transfer_mode, ("pull", "push"))
         _positive("--instance-timeout", self.instance_timeout_s)
         _positive("--start-timeout", self.start_timeout_s)
         _positive("--stop-grace", self.stop_grace_s)

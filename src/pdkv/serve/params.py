@@ -2,6 +2,9 @@
 
 The fields are vLLM's, so existing routers work unchanged; ``pdkv_slot``, ``pdkv_nonce``, ``pdkv_lease_id``,
 ``pdkv_token`` and ``pdkv_proof`` are ours (64-bit words as hex strings: JSON numbers lose bits above 2**53).
+
+In push mode both legs begin at once, so D is not given a lease but told who will announce one: P's side channel, and
+the ``transfer_id`` that P was given too. Whoever knows that id can fetch the KV, so routers draw it at random.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdkv.core.ports import Grant, Peer, RemoteSource
+from pdkv.core.ports import Awaited, Grant, Peer, RemoteSource
 from pdkv.errors import BadRequest
 from pdkv.runtime.shown import readable
 
 _NAME = re.compile(r"[!-~]{1,512}")  # an id or a host; it will stand in logs
+_TRANSFER_ID = re.compile(r"[!-~]{16,256}")  # long enough for one that cannot be guessed
 
 PREFILL_LEG: dict[str, Any] = {
     "do_remote_decode": True,
@@ -29,15 +33,59 @@ PREFILL_LEG: dict[str, Any] = {
 """What a router sends to P."""
 
 
+def push_legs(peer: Peer, transfer_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a router sends to P and to D when both begin at once; ``peer`` is P's side channel."""
+    prefill = {**PREFILL_LEG, "transfer_mode": "push", "transfer_id": transfer_id}
+    decode = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "transfer_mode": "push",
+        "transfer_id": transfer_id,
+        "remote_engine_id": peer.engine_id,
+        "remote_host": peer.host,
+        "remote_port": peer.port,
+    }
+    return prefill, decode
+
+
 @dataclass(frozen=True, slots=True)
 class TransferRequest:
-    """What the params of one prompt ask for: keep its KV (``produce``), or load it (``source``), or neither."""
+    """What the params of one prompt ask for: keep its KV (``produce``), load it, or neither.
+
+    It is loaded from where it is (``source``), or from where it will be announced (``awaited``). ``transfer_id``, with
+    ``produce``: under which it is announced.
+    """
 
     produce: bool = False
+    transfer_id: str | None = None
     source: RemoteSource | None = None
+    awaited: Awaited | None = None
+
+    @property
+    def offer(self) -> RemoteSource | Awaited | None:
+        """Where the KV comes from, if not from here."""
+        return self.source or self.awaited
 
 
 ORDINARY = TransferRequest()
+
+
+def side_channel_of(health: Any) -> Peer:
+    """Who a prefill instance is and where its side channel is, from its ``/health``. Raises `BadRequest` without."""
+    said = health if isinstance(health, dict) else {}
+    where = said.get("side_channel")
+    where = where if isinstance(where, dict) else {}
+    given = _Fields(
+        {
+            "remote_engine_id": said.get("engine_id"),
+            "remote_host": where.get("host"),
+            "remote_port": where.get("port"),
+        }
+    )
+    peer = given.peer()
+    if given.problems:
+        raise BadRequest("it is no pdkv instance that can push; use --transfer-mode pull")
+    return peer
 
 
 def grant_to_params(grant: Grant, *, engine_id: str, request_id: str, host: str, port: int) -> dict[str, Any]:
@@ -69,7 +117,7 @@ def parse_params(params: Mapping[str, Any] | None) -> TransferRequest:
     """What ``params`` ask for; null, or neither flag set, is an ordinary request; unknown keys are ignored.
 
     Raises `BadRequest` when both flags are set, or ``do_remote_prefill`` comes without everything that proves the
-    grant: what is missing or ill-typed is named.
+    grant (in push mode: that says who will announce one): what is missing or ill-typed is named.
     """
     if not params:
         return ORDINARY
@@ -79,24 +127,55 @@ def parse_params(params: Mapping[str, Any] | None) -> TransferRequest:
             "kv_transfer_params: do_remote_decode and do_remote_prefill are both true; "
             "the first belongs to the prefill instance's request, the second to the decode instance's"
         )
+    if not decode and not prefill:
+        return ORDINARY
+    push = _pushed(params)
     if decode:
-        return TransferRequest(produce=True)
-    if prefill:
-        return TransferRequest(source=_source(params))
-    return ORDINARY
+        return TransferRequest(produce=True, transfer_id=_transfer_id(params) if push else None)
+    return TransferRequest(awaited=_awaited(params)) if push else TransferRequest(source=_source(params))
 
 
-def offered_sources(params: Any) -> list[RemoteSource]:
-    """The grants in ``params`` of whatever form, for giving them back when the request around them is refused."""
-    sources = []
+def offers_in(params: Any) -> list[RemoteSource | Awaited]:
+    """The grants, given or promised, in ``params`` of whatever form: to give back when their request is refused."""
+    offers = []
     for item in params if isinstance(params, list) else [params]:
         try:
-            source = parse_params(item).source if isinstance(item, dict) else None
+            offer = parse_params(item).offer if isinstance(item, dict) else None
         except BadRequest:  # not a grant
             continue
-        if source is not None:
-            sources.append(source)
-    return sources
+        if offer is not None:
+            offers.append(offer)
+    return offers
+
+
+def _pushed(params: Mapping[str, Any]) -> bool:
+    mode = params.get("transfer_mode")
+    if mode not in (None, "pull", "push"):
+        raise BadRequest(f"kv_transfer_params.transfer_mode: pull or push, got {readable(repr(mode))}")
+    return bool(mode == "push")
+
+
+def _transfer_id(params: Mapping[str, Any]) -> str:
+    value = params.get("transfer_id")
+    if not isinstance(value, str) or _TRANSFER_ID.fullmatch(value) is None:
+        raise BadRequest(
+            "kv_transfer_params.transfer_id: push needs one of 16 to 256 printable ASCII characters, the same for both "
+            f"instances, new and not to be guessed; got {readable(repr(value))}"
+        )
+    return value
+
+
+def _awaited(params: Mapping[str, Any]) -> Awaited:
+    transfer_id, given = _transfer_id(params), _Fields(params)
+    peer = given.peer()
+    if params.get("remote_block_ids") is not None:
+        given.problems.append("remote_block_ids (none: they come with the announcement)")
+    if given.problems:
+        raise BadRequest(
+            "kv_transfer_params: in push mode the decode instance must be told whom to wait for. Missing or malformed: "
+            f"{', '.join(given.problems)}. They are the prefill instance's engine_id and side_channel in its /health"
+        )
+    return Awaited(peer=peer, transfer_id=transfer_id)
 
 
 def _flag(params: Mapping[str, Any], name: str) -> bool:
@@ -106,53 +185,64 @@ def _flag(params: Mapping[str, Any], name: str) -> bool:
     raise BadRequest(f"kv_transfer_params.{name}: must be true or false, got {readable(repr(value))}")
 
 
-def _source(params: Mapping[str, Any]) -> RemoteSource:
-    problems: list[str] = []
+class _Fields:
+    """Typed reading of ``params``; what is missing or malformed is noted in ``problems`` and stands for nothing."""
 
-    def integer(name: str, low: int, high: int, default: int | None = None) -> int:
-        value = params.get(name, default)
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self._params = params
+        self.problems: list[str] = []
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        value = self._params.get(name, default)
         if value is None:
             value = default
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            problems.append(f"{name} (an integer from {low} to {high})")
+            self.problems.append(f"{name} (an integer from {low} to {high})")
             return low
         return value
 
-    def text(name: str) -> str:
-        value = params.get(name)
+    def text(self, name: str) -> str:
+        value = self._params.get(name)
         if not isinstance(value, str) or _NAME.fullmatch(value) is None:
-            problems.append(f"{name} (1 to 512 printable ASCII characters without spaces)")
+            self.problems.append(f"{name} (1 to 512 printable ASCII characters without spaces)")
             return ""
         return value
 
-    def hexadecimal(name: str, digits: int) -> str:
-        value = params.get(name)
+    def hexadecimal(self, name: str, digits: int) -> str:
+        value = self._params.get(name)
         if not isinstance(value, str) or len(value) != digits or any(c not in "0123456789abcdef" for c in value):
-            problems.append(f"{name} ({digits} hex digits)")
+            self.problems.append(f"{name} ({digits} hex digits)")
             return "0" * digits
         return value
 
+    def peer(self) -> Peer:
+        engine_id, host = self.text("remote_engine_id"), self.text("remote_host")
+        return Peer(engine_id=engine_id, host=host, port=self.integer("remote_port", 1, 65535))
+
+
+def _source(params: Mapping[str, Any]) -> RemoteSource:
+    given = _Fields(params)
     blocks = _block_ids(params.get("remote_block_ids"))
     if blocks is None:
-        problems.append("remote_block_ids ([[block ids]], one list)")
+        given.problems.append("remote_block_ids ([[block ids]], one list)")
     source = RemoteSource(
-        peer=Peer(engine_id=text("remote_engine_id"), host=text("remote_host"), port=integer("remote_port", 1, 65535)),
-        request_id=text("remote_request_id"),
+        peer=given.peer(),
+        request_id=given.text("remote_request_id"),
         grant=Grant(
             block_ids=blocks or (),
-            num_tokens=integer("remote_num_tokens", 1, 2**31 - 1),
-            slot=integer("pdkv_slot", 0, 2**31 - 1),
-            nonce=int(hexadecimal("pdkv_nonce", 16), 16),
-            lease_id=int(hexadecimal("pdkv_lease_id", 16), 16),
-            token=bytes.fromhex(hexadecimal("pdkv_token", 32)),
-            proof=bytes.fromhex(hexadecimal("pdkv_proof", 32)),
-            cached_tokens=integer("remote_prefill_cached_tokens", 0, 2**31 - 1, default=0),
+            num_tokens=given.integer("remote_num_tokens", 1, 2**31 - 1),
+            slot=given.integer("pdkv_slot", 0, 2**31 - 1),
+            nonce=int(given.hexadecimal("pdkv_nonce", 16), 16),
+            lease_id=int(given.hexadecimal("pdkv_lease_id", 16), 16),
+            token=bytes.fromhex(given.hexadecimal("pdkv_token", 32)),
+            proof=bytes.fromhex(given.hexadecimal("pdkv_proof", 32)),
+            cached_tokens=given.integer("remote_prefill_cached_tokens", 0, 2**31 - 1, default=0),
         ),
     )
-    if problems:
+    if given.problems:
         raise BadRequest(
             "kv_transfer_params: block ids are never trusted without token and proof. Missing or malformed: "
-            f"{', '.join(problems)}. Pass on what a pdkv prefill instance answered, unchanged, or leave "
+            f"{', '.join(given.problems)}. Pass on what a pdkv prefill instance answered, unchanged, or leave "
             "kv_transfer_params out and the prompt is computed here"
         )
     return source

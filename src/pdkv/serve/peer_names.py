@@ -10,15 +10,18 @@ import ipaddress
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import msgspec
 
-from pdkv.core.ports import RemoteSource
+from pdkv.core.ports import Awaited, RemoteSource
 
 _TIMEOUT_S = 5.0
 _KEEP_S = 30.0
 _MAX_NAMES = 1024
 _THREADS = 4
+
+Offer = TypeVar("Offer", bound=RemoteSource | Awaited)
 
 
 class PeerNames:
@@ -32,12 +35,12 @@ class PeerNames:
         """Wait for no name any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def resolve(self, source: RemoteSource) -> RemoteSource:
-        """``source`` with an address for a name. A name that has none within 5 s stays, and then its read fails."""
-        if is_address(source.peer.host):
-            return source
-        address = await self._address(source.peer.host)
-        return msgspec.structs.replace(source, peer=msgspec.structs.replace(source.peer, host=address))
+    async def resolve(self, offer: Offer) -> Offer:
+        """``offer`` with an address for a name. A name that has none within 5 s stays, and then its read fails."""
+        if is_address(offer.peer.host):
+            return offer
+        address = await self._address(offer.peer.host)
+        return msgspec.structs.replace(offer, peer=msgspec.structs.replace(offer.peer, host=address))
 
     async def _address(self, name: str) -> str:
         now = time.monotonic()

@@ -134,6 +134,7 @@ class Cluster:
             host=options.host,
             port=options.port,
             prefill_fallback=options.prefill_fallback,
+            transfer_mode=options.transfer_mode,
             instance_timeout_s=options.instance_timeout_s,
         )
         parts.append(Part("router", "pdkv.serve.router_main", router, self._public))

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 
 from pdkv.core.ports import (
     Admitted,
+    Announced,
     Event,
     Fenced,
     Finished,
@@ -42,6 +43,12 @@ TRANSFER_COUNTERS = {
     "heartbeats_sent": "Heartbeats sent for leases at peers",
     "heartbeats_received": "Heartbeats received for leases here",
     "dropped_frames": "Side-channel frames that were no message, or not sealed as they had to be",
+    "registrations_sent": "Registrations sent for KV that peers are to announce, repetitions included",
+    "registrations_received": "Registrations received for KV that is to be announced here",
+    "announcements_sent": "Announcements of finished prefills sent to consumers",
+    "announcements_received": "Announcements of finished prefills received from peers",
+    "gone_sent": "Answers to registrations that nothing stands, or will come",
+    "gone_received": "Answers of peers that nothing stands, or will come",
     "lost_messages": "Messages to peers that could not be sent (hints: they cost time, not correctness)",
     "mover_restarts": "Movers that ended, killed to fence a transfer or by themselves, and were replaced",
 }
@@ -87,6 +94,7 @@ class Telemetry:
         self._make_gauges()
         self._handlers = {
             Admitted: self._admitted,
+            Announced: self._announced,
             TokenSampled: self._token,
             Finished: self._finished,
             Preempted: self._preempted,
@@ -158,6 +166,9 @@ class Telemetry:
             "vllm:request_prefill_kv_computed_tokens", "Prompt tokens computed per request", _TOKENS
         )
         self._request_preemptions = histogram("vllm:request_num_preemptions", "Preemptions per request", _PREEMPTIONS)
+        self._announce_s = histogram(
+            "pdkv:kv_announcement_wait_seconds", "Arrival at the decode instance to P's announcement", _LATENCY_S
+        )
         self._transfer_s = histogram("vllm:nixl_xfer_time_seconds", "Seconds per KV load", _TRANSFER_S)
         self._transfer_bytes = histogram("vllm:nixl_bytes_transferred", "Bytes per KV load", _BYTES)
         self._transfer_blocks = histogram("pdkv:kv_load_size_blocks", "Blocks per KV load", _BLOCKS)
@@ -168,6 +179,7 @@ class Telemetry:
         self._waiting = gauge("vllm:num_requests_waiting", "Requests waiting, loads included")
         self._by_reason = gauge("vllm:num_requests_waiting_by_reason", "Waiting requests by reason", "reason")
         self._by_stage = gauge("vllm:num_requests_kv_fetch_by_stage", "Requests fetching KV, by stage", "stage")
+        self._awaiting = gauge("pdkv:num_requests_awaiting_announcement", "Requests whose KV is still to be announced")
         self._usage = gauge("vllm:kv_cache_usage_perc", "Pinned share of the usable blocks, 0 to 1")
         self._kv_blocks = gauge("pdkv:kv_blocks", "Blocks per account of the ledger; they sum to the pool", "account")
         self._kv_peak = gauge("pdkv:kv_blocks_peak", "Most blocks ever in an account", "account")
@@ -263,6 +275,9 @@ class Telemetry:
         if (life := self._lives.get(event.request_id)) is not None:
             life.preemptions += 1
 
+    def _announced(self, event: Announced) -> None:
+        self._announce_s.observe(_seconds(event.waited_ns))
+
     def _load_started(self, event: LoadStarted) -> None:
         self._external_queries.inc(event.tokens)
         if (life := self._lives.get(event.request_id)) is not None:
@@ -313,6 +328,7 @@ class Telemetry:
         self._set_memory(info, view)
         self._leases_held.set(self._held)
         self._running.set(stats.running)
+        self._awaiting.set(len(view.awaiting))
         self._waiting.set(stats.waiting)
         deferred = min(stats.loading, stats.waiting)
         self._by_reason.labels(**self._labels, reason="deferred").set(deferred)

@@ -220,6 +220,8 @@ class Life:
         """Heartbeats do not wait for steps."""
         if self.world.time.now_ns - self._last_step_ns < _KEEPALIVE_NS:
             for keepalive in self._keepalives:
+                if not keepalive.tokens:
+                    continue
                 self.world.network.send(self.peer.port, keepalive.peer, Heartbeat(keepalive.tokens))
         if self.world.open:
             self.later(self.engine.config.lease_ns // 6, self._beat)

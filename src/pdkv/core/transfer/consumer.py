@@ -87,7 +87,7 @@ class Consumer:
 
     def announced(self, request: Request, source: RemoteSource) -> None:
         """What the request waited for is kept for it under a lease."""
-        self.waits.drop(request, tell=False)
+        self.waits.announced(request)
         request.source = source
         self._wanted[request.request_id] = source
 
@@ -284,11 +284,14 @@ class Consumer:
         return restart
 
     def keepalives(self) -> tuple[Keepalive, ...]:
-        """Leases to renew, by peer: every request from its arrival until its READ has ended."""
+        """Leases to renew, by peer: every request from its arrival, or announcement, until its READ has ended."""
+        awaited = self.waits.peers()
         by_peer: dict[Peer, list[bytes]] = {}
         for source in self._wanted.values():
             by_peer.setdefault(source.peer, []).append(source.grant.token)
-        return tuple(Keepalive(peer, tuple(tokens)) for peer, tokens in by_peer.items())
+        for peer in awaited:
+            by_peer.setdefault(peer, [])
+        return tuple(Keepalive(peer, tuple(tokens), peer in awaited) for peer, tokens in by_peer.items())
 
     # ---------------------------------------------------------------------------------------------------- helpers
 

@@ -13,7 +13,20 @@ from dataclasses import dataclass
 
 from pdkv.core.config import EngineConfig
 from pdkv.core.journal import Journal
-from pdkv.core.ports import Announce, Awaited, Gone, Grant, Register, Reply, SendMessage, Withdraw
+from pdkv.core.ports import (
+    Announce,
+    Announced,
+    Awaited,
+    AwaitingView,
+    Gone,
+    Grant,
+    Peer,
+    Register,
+    Registered,
+    Reply,
+    SendMessage,
+    Withdraw,
+)
 from pdkv.core.scheduler.request import Request
 
 _MOST_PARKED = 4096  # registrations of ids not heard of yet: their requests may come a moment later
@@ -88,11 +101,14 @@ class Announcements:
             self._drop_stale()
 
     def on_withdraw(self, message: Withdraw) -> Announce | None:
-        """Nobody waits any more; what was kept for it, if it was (the caller ends that lease)."""
+        """Nobody waits any more; what was kept for it, if it was (the caller ends that lease).
+
+        Its request may be still to come, as both legs begin at once: then it is not kept either.
+        """
         transfer_id = message.transfer_id
         self._registered.pop(transfer_id, None)
         kept = self._kept.get(transfer_id)
-        if kept is None and transfer_id in self._expected:
+        if kept is None:
             self.ended(transfer_id, "withdrawn by its consumer")
         return kept
 
@@ -121,6 +137,7 @@ class Wait:
 
     request: Request
     awaited: Awaited
+    since_ns: int
     deadline_ns: int
     next_register_ns: int
 
@@ -140,9 +157,21 @@ class Waits:
             request.awaited = None
             return
         now_ns = self._journal.now_ns
-        wait = Wait(request, awaited, now_ns + self._config.push_registration_timeout_ns, now_ns)
+        wait = Wait(request, awaited, now_ns, now_ns + self._config.push_registration_timeout_ns, now_ns)
         self._waits[awaited.transfer_id] = wait
         self._register(wait)
+        self._journal.emit(Registered(request_id=request.request_id, at_ns=now_ns, producer=awaited.peer.engine_id))
+
+    def announced(self, request: Request) -> None:
+        """Its wait is over, and not in vain."""
+        assert request.awaited is not None
+        waited_ns = self._journal.now_ns - self._waits[request.awaited.transfer_id].since_ns
+        self.drop(request, tell=False)
+        self._journal.emit(Announced(request_id=request.request_id, at_ns=self._journal.now_ns, waited_ns=waited_ns))
+
+    def decline(self, awaited: Awaited) -> None:
+        """Tell the producer that nobody waits: the request was refused before it became one."""
+        self._outbox.append(SendMessage(awaited.peer, Withdraw(awaited.transfer_id)))
 
     def drop(self, request: Request, *, tell: bool) -> None:
         """It no longer waits; ``tell`` its producer, unless that is where the news came from."""
@@ -151,12 +180,34 @@ class Waits:
             return
         self._waits.pop(awaited.transfer_id, None)
         if tell:
-            self._outbox.append(SendMessage(awaited.peer, Withdraw(awaited.transfer_id)))
+            self.decline(awaited)
 
     def find(self, transfer_id: str, engine_id: str) -> Request | None:
         """The request that waits for this id at that producer."""
         wait = self._waits.get(transfer_id)
         return wait.request if wait is not None and wait.awaited.peer.engine_id == engine_id else None
+
+    def at(self, peer: Peer) -> list[Request]:
+        """The requests that wait for ``peer``."""
+        return [wait.request for wait in self._waits.values() if wait.awaited.peer == peer]
+
+    def peers(self) -> tuple[Peer, ...]:
+        """Who is waited for, each once."""
+        return tuple(dict.fromkeys(wait.awaited.peer for wait in self._waits.values()))
+
+    def views(self) -> tuple[AwaitingView, ...]:
+        """Everybody who waits, for people."""
+        bounded = self._config.transfer.bounded_waits
+        return tuple(
+            AwaitingView(
+                request_id=wait.request.request_id,
+                producer=wait.awaited.peer.engine_id,
+                cause=wait.request.wait_cause,
+                since_ns=wait.since_ns,
+                deadline_ns=wait.deadline_ns if bounded else None,
+            )
+            for wait in self._waits.values()
+        )
 
     def overdue(self) -> list[Request]:
         """Requests that have waited beyond their deadline."""
