@@ -13,7 +13,7 @@ from tests.serve.asgi import Exchange, client_of, eventually, sse_events
 from tests.serve.client import app_of
 from tests.serve.client import post as ask
 from tests.serve.fake import FakeInstance
-from tests.serve.test_router import Backend, decode, post, prefill, router
+from tests.serve.network import Backend, decode, post, prefill, router
 
 from pdkv.serve.many_prompts import AT_ONCE
 from pdkv.serve.options import RouterOptions
