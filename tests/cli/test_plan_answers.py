@@ -91,15 +91,9 @@ def test_the_command_names_the_model_as_vllm_knows_it(plan: Printed, tmp_path: P
 
 
 def row(lines: list[str], name: str) -> str:
-    """What stands beside ``name`` in a table, over all its lines."""
-    first = next(index for index, line in enumerate(lines) if line.strip().startswith(name))
-    indent = lines[first].index(name)
-    rest = []
-    for line in lines[first + 1 :]:
-        if line[indent : indent + 1].strip() or not line.strip():
-            break
-        rest.append(line.strip())
-    return " ".join([lines[first].strip().removeprefix(name).strip(), *rest])
+    """What stands beside ``name`` in a table: outside a terminal a row is a line."""
+    [found] = [line.strip() for line in lines if line.strip().startswith(f"{name} ")]
+    return found.removeprefix(name).strip()
 
 
 def test_what_times_would_decide_is_not_shown_as_nothing(plan: Printed) -> None:

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pdkv.cli.live_text import COLOURS, finding_line, live_view
+from pdkv.cli.terminal import stdout_console
 from pdkv.explain.compare import Comparison
 from pdkv.explain.live import Live
 from pdkv.explain.report import Explanation, Recomputed, Severity
@@ -17,7 +18,7 @@ from pdkv.units import format_bytes
 
 def print_all(answer: Answer) -> None:
     """Print ``answer`` to standard output."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = stdout_console()
     if isinstance(answer, Directory):
         _print_directory(console, answer)
     elif isinstance(answer, Comparison):

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from pdkv.cli.values import parse_count
+from pdkv.cli.values import TOKENS, parse_count
 from pdkv.errors import ConfigError
 from pdkv.models.catalog import find_model
 from pdkv.plan.calibrate import calibration
@@ -69,9 +69,8 @@ class Asked:
                 "--target-concurrency N and --at-tokens L belong together: N requests of L tokens at once"
             )
         most = _MOST_GPUS if max_gpus is None else max_gpus
-        target = Target(
-            concurrency=concurrency, tokens=parse_count("--at-tokens", at_tokens, "4096, 8k or 8K"), max_gpus=most
-        )
+        tokens = parse_count("--at-tokens", at_tokens, TOKENS)
+        target = Target(concurrency=concurrency, tokens=tokens, max_gpus=most)
         found = solve(self.model.spec, self.options, target, self.resize)
         found = replace(found, warnings=(*self.warnings, *found.warnings))
         if as_json:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from pdkv.cli.plan_warnings import print_notes, print_refusals
+from pdkv.cli.terminal import stdout_console
 from pdkv.plan.compare import Comparison
 from pdkv.plan.solve import Solution, SolveReport
-
-_WIDE = 200
 
 
 def print_comparison(comparison: Comparison) -> None:
     """A row a combination; a refused one says why."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # For a file or a pipe every number is wanted whole.
-        console = Console(highlight=False, width=_WIDE)
+    console = stdout_console()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in comparison.dimensions:
         table.add_column(name)
@@ -37,7 +32,7 @@ def print_comparison(comparison: Comparison) -> None:
             f"{cell.estimated_max_model_len:,}",
             f"{cell.bytes_per_token:,}",
         )
-    console.print(table)
+    console.print(table, soft_wrap=False)
     print_refusals(console, comparison.warnings)
     print_notes(console, comparison.warnings)
     for reason in dict.fromkeys(cell.refused for cell in comparison.cells if cell.refused is not None):
@@ -46,7 +41,7 @@ def print_comparison(comparison: Comparison) -> None:
 
 def print_solution(report: SolveReport) -> None:
     """The verdict, then the table of what else would do."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = stdout_console()
     target = report.target
     wanted = f"{_count(target.concurrency, 'request')} of {_count(target.tokens, 'token')} at once"
     if report.unquantized is None:

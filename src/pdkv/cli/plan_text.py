@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdkv.cli.plan_warnings import print_notes, print_refusals
+from pdkv.cli.terminal import stdout_console
 from pdkv.plan.decode import DecodeFacts, HeldBlocks
 from pdkv.plan.long_context import LongContext
 from pdkv.plan.report import MemoryFacts, PlanReport
@@ -17,7 +18,7 @@ from pdkv.units import format_bytes
 
 def print_report(report: PlanReport, irrelevant: Sequence[str] = ()) -> None:
     """The verdict in one line, then the numbers behind it, then what to change."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = stdout_console()
     kv, capacity = report.kv, report.capacity
     if capacity.fits:
         console.print(

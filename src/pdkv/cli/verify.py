@@ -40,10 +40,11 @@ def verify(
 
 def _print(found: Verification) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    from pdkv.cli.terminal import stdout_console
+
+    console = stdout_console()
     colours = {"agrees": "green", "differs": "bold red", "not shown": "dim"}
     console.print("[bold green]agrees[/]" if found.agrees else "[bold red]differs[/]", f"with {found.url}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
