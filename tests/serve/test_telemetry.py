@@ -7,6 +7,7 @@ from tests.serve.fake import FakeInstance
 
 from pdkv.core.ports import (
     Admitted,
+    Announced,
     Fenced,
     Finished,
     FinishReason,
@@ -32,6 +33,16 @@ def samples(telemetry: Telemetry) -> dict[tuple[str, ...], float]:
             own = [value for key, value in sorted(sample.labels.items()) if key not in hidden]
             found[(sample.name, *own)] = sample.value
     return found
+
+
+def test_a_wait_for_an_announcement_is_measured() -> None:
+    telemetry = Telemetry("tiny")
+    telemetry.on_events((Announced(request_id="r", at_ns=time.monotonic_ns(), waited_ns=3 * 10**9),))
+    found = samples(telemetry)
+    assert found[("pdkv:kv_announcement_wait_seconds_sum",)] == 3
+    assert found[("pdkv:kv_announcement_wait_seconds_count",)] == 1
+    assert found[("pdkv:num_requests_awaiting_announcement",)] == 0
+    assert found[("pdkv:transfer_announcements_sent_total",)] == 0
 
 
 def test_one_life_from_arrival_to_finish() -> None:
