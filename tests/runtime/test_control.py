@@ -331,6 +331,9 @@ def test_different_facts_are_refused_with_both_values() -> None:
         assert ended.slot is None
         for text in ("dtype", "'bfloat16'", "'float32'", "same"):
             assert text in ended.error
+        stats = consumer.control.stats()
+        assert stats.refused_ns is not None
+        assert "dtype" in stats.refused_because
     finally:
         consumer.close()
         producer.close()

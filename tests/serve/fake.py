@@ -18,6 +18,7 @@ from pdkv.core.ports import (
     FinishReason,
     Grant,
     HolderView,
+    LoadFailed,
     MemoryView,
     NewRequest,
     RemoteSource,
@@ -113,6 +114,8 @@ class FakeInstance:
         self.released: list[RemoteSource | Awaited] = []
         self.refuse: Exception | None = None
         self.error: str | None = None
+        self.load_failure: str | None = None
+        self.transfer = TransferStats(heartbeats_sent=9)
         self.gate: threading.Event | None = None
         self.gate_at = 0
         self.on_events: Callable[[tuple[Event, ...]], None] = lambda events: None
@@ -153,7 +156,7 @@ class FakeInstance:
         return MemoryView(num_blocks=100, block_size=16, accounts=accounts, peaks=dict(accounts), holders=(holder,))
 
     def stats(self) -> Stats:
-        return Stats(running=1, waiting=3, loading=2, transfer=TransferStats(heartbeats_sent=9))
+        return Stats(running=1, waiting=3, loading=2, transfer=self.transfer)
 
     def _answer(self, request: NewRequest, sampling: SamplingParams, sink: Callable[[Update], None]) -> None:
         rid, at = request.request_id, time.monotonic_ns()
@@ -162,6 +165,8 @@ class FakeInstance:
             self.on_events(events)
             sink(Update(rid, events, logprobs))
 
+        if self.load_failure is not None and request.source is not None:
+            say(LoadFailed(request_id=rid, at_ns=at, handle=1, cause=self.load_failure))
         say(Admitted(request_id=rid, at_ns=at, prompt_tokens=len(request.prompt), local_tokens=0, external_tokens=0))
         tokens, sent = self._script(request), 0
         reason = FinishReason.LENGTH

@@ -30,6 +30,7 @@ class Backend:
     hung: bool = False  # its /health is not answered
     stuck_after: int | None = None
     cancelled: int = 0
+    says: dict[str, str] = field(default_factory=dict)  # headers of its answers
     pages: dict[str, tuple[int, bytes]] = field(default_factory=dict)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -55,7 +56,7 @@ class Backend:
                 self.cancelled += 1
                 raise
             status, content, kind = self.reply(self.seen[-1])
-        headers = [(b"content-type", kind.encode())]
+        headers = [(b"content-type", kind.encode()), *((k.encode(), v.encode()) for k, v in self.says.items())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         for i in range(0, len(content), 7):
             if self.cut_after is not None and i >= self.cut_after and not page:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -399,6 +400,30 @@ def test_models_and_health() -> None:
     health = get(FakeInstance(), "/health").json()
     assert health["status"] == "ok"
     assert side_channel_of(health) == Peer("engine-1", "127.0.0.1", 5600)
+
+
+def test_health_is_degraded_for_a_while_after_a_refused_handshake() -> None:
+    instance = FakeInstance()
+    instance.transfer.refused_because = "p-1 at 127.0.0.1:5600 refused: dtype float16 there, bfloat16 here"
+    instance.transfer.refused_ns = time.monotonic_ns()
+    response = get(instance, "/health")
+    assert response.status_code == 200
+    assert response.json()["status"] == "degraded"
+    assert response.json()["reason"] == instance.transfer.refused_because
+    instance.transfer.refused_ns -= 120 * 10**9
+    assert get(instance, "/health").json()["status"] == "ok"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_says_what_became_of_its_kv(stream: bool) -> None:
+    def header(body: dict[str, Any], failure: str | None = None) -> str | None:
+        instance = FakeInstance()
+        instance.load_failure = failure
+        return post(instance, COMPLETIONS, body).headers.get("x-pdkv-kv")
+
+    assert header(ask(stream=stream)) is None
+    assert header(ask(stream=stream, kv_transfer_params=GOOD_PARAMS)) == "cached"  # the fake loads nothing
+    assert header(ask(stream=stream, kv_transfer_params=GOOD_PARAMS, n=2), "the dtypes differ") == "recomputed"
 
 
 def test_debug_memory_follows_the_contract() -> None:

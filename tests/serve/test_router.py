@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.serve.asgi import Exchange, client_of, eventually, sse_events
-from tests.serve.network import PARAMS, STREAM, Backend, as_json, decode, post, prefill, router
+from tests.serve.network import PARAMS, STREAM, Backend, Network, as_json, decode, post, prefill, router
 
 from pdkv.serve.options import RouterOptions
 from pdkv.serve.params import PREFILL_LEG
@@ -153,6 +153,16 @@ def test_decode_down_is_a_503_that_names_it_and_another_is_tried_first() -> None
     ds = [decode(down=True), decode()]
     assert post(router([prefill()], ds), {"prompt": "x"}).status_code == 200
     assert ds[1].seen[0]["kv_transfer_params"] == PARAMS
+
+
+def test_a_prefill_whose_kv_decode_could_not_use_is_not_called_remote() -> None:
+    d = decode(says={"x-pdkv-kv": "recomputed"})
+    app = router([prefill()], [d])
+    response = post(app, {"prompt": "x"})
+    assert (response.headers["x-pdkv-prefill"], response.headers["x-pdkv-kv"]) == ("local", "recomputed")
+    d.says["x-pdkv-kv"] = "loaded"
+    response = post(app, {"prompt": "x"})
+    assert (response.headers["x-pdkv-prefill"], response.headers["x-pdkv-kv"]) == ("remote", "loaded")
 
 
 def test_errors_of_decode_are_passed_on_byte_for_byte() -> None:
@@ -349,6 +359,46 @@ def test_health_needs_one_of_each() -> None:
     failed = get(router([prefill(pages=ok)], [decode(pages=bad)]), "/health")
     assert failed.status_code == 503
     assert failed.json()["instances"]["decode-0"] == "engine fell over"
+
+
+def test_health_passes_on_why_an_instance_is_degraded() -> None:
+    page = {"/health": (200, b'{"status": "degraded", "reason": "p-1 refused: dtype"}')}
+    answer = get(router([prefill()], [decode(pages=page)]), "/health")
+    assert (answer.status_code, answer.json()["status"]) == (200, "degraded")
+    assert answer.json()["instances"]["decode-0"] == "p-1 refused: dtype"
+
+
+def test_swapped_roles_are_no_healthy_pair_and_are_told_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    def says(role: str) -> dict[str, tuple[int, bytes]]:
+        return {"/health": (200, json.dumps({"status": "ok", "role": role}).encode())}
+
+    p, d = prefill(pages=says("decode")), decode(pages=says("prefill"))
+    answer = get(router([p], [d]), "/health")
+    assert answer.status_code == 503
+    assert "it is a prefill instance, but stands under --decode" in answer.json()["instances"]["decode-0"]
+
+    async def go() -> None:
+        app = router([p], [d])
+        async with app.router.lifespan_context(app):
+            await eventually(lambda: len([r for r in caplog.records if "swapped" in r.message]) == 2)
+
+    asyncio.run(go())
+    assert "prefill-0 http://p0:1: it is a decode instance" in caplog.text
+
+
+def test_health_of_an_instance_that_hangs_has_a_reason() -> None:
+    p = prefill(hung=True)
+    network = Network({"p0": p, "d0": decode()})
+
+    class Slow(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.host == "p0":
+                raise httpx.ReadTimeout("", request=request)  # httpx says no more
+            return await network.handle_async_request(request)
+
+    options = RouterOptions(prefill=("http://p0:1",), decode=("http://d0:1",))
+    answer = get(create_router_app(options, httpx.AsyncClient(transport=Slow())), "/health")
+    assert answer.json()["instances"]["prefill-0"].startswith("prefill-0 http://p0:1: no answer within 5 s")
 
 
 def test_health_without_prefill_is_degraded_where_decode_stands_in_for_it() -> None:

@@ -93,17 +93,18 @@ class Peers:
             if isinstance(answer, ToConsumer):
                 told.append(answer)
             elif link.handshake is Handshake.ASKED and answer.seq == link.hello_seq:
-                self._on_answer(link, answer)
+                self._on_answer(link, answer, now_ns)
         return told
 
-    def _on_answer(self, link: PeerLink, answer: HelloReply | Refused) -> None:
+    def _on_answer(self, link: PeerLink, answer: HelloReply | Refused, now_ns: int) -> None:
         reason = self._unfit(link, answer)
         if reason is None:
             assert isinstance(answer, HelloReply)
             link.handshake, link.reply = Handshake.DONE, answer
             self._settled.append((link, None))
             return
-        log.warning("%s refused: %s", name_of(link.peer), reason)
+        log.info("%s refused: %s", name_of(link.peer), reason)  # the read that fails of it is warned of
+        self.stats.refused_ns, self.stats.refused_because = now_ns, f"{name_of(link.peer)} refused: {reason}"
         self._in_vain(link, Handshake.REFUSED, f"{name_of(link.peer)} refused the handshake: {reason}")
 
     def _unfit(self, link: PeerLink, reply: HelloReply | Refused) -> str | None:

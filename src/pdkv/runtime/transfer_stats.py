@@ -15,6 +15,8 @@ class TransferStats:
     the bucket before; the last entry those above all. ``transfers`` finished with a slot read, ``failed_transfers``
     did not; ``failed_handshakes`` are those of ours that were refused or got no answer, ``refusals`` the handshakes of
     peers and the grants that we refused; ``registrations_*``, ``announcements_*`` and ``gone_*`` are push mode's.
+    ``refused_ns`` is when a peer refused us last, on the instance's own clock, and ``refused_because`` why; None and
+    empty when none has.
     """
 
     transfers: int = 0
@@ -36,6 +38,8 @@ class TransferStats:
     lost_messages: int = 0
     mover_restarts: int = 0
     internal_errors: int = 0
+    refused_ns: int | None = None
+    refused_because: str = ""
 
     def finished(self, moved_bytes: int, seconds: float) -> None:
         """Count one read that ended with its slot."""

@@ -15,7 +15,7 @@ from pdkv.core.ports import Int32Array
 from pdkv.errors import PdkvError
 from pdkv.runtime.shown import quoted
 from pdkv.serve.engine import ServedInstance
-from pdkv.serve.generation import Choice, Delta, Frontend
+from pdkv.serve.generation import Choice, Delta, Frontend, Kv
 from pdkv.serve.http import (
     JsonResponse,
     StreamResponse,
@@ -38,13 +38,15 @@ from pdkv.serve.openai import (
     parse_request,
     prompts_of,
 )
-from pdkv.serve.params import offers_in
+from pdkv.serve.params import KV_HEADER, offers_in
 from pdkv.serve.responses import SSE_DONE, Answer, sse
 from pdkv.serve.strict_json import parse_json
 from pdkv.serve.telemetry import Telemetry
 from pdkv.serve.unsupported import CHAT, COMPLETIONS, refuse_unsupported
+from pdkv.units import NS_PER_S
 
 LOG = logging.getLogger("pdkv.api")
+_REFUSAL_SHOWN_NS = 60 * NS_PER_S
 
 
 def create_app(instance: ServedInstance, telemetry: Telemetry, *, served_model_name: str | None = None) -> FastAPI:
@@ -60,6 +62,12 @@ def create_app(instance: ServedInstance, telemetry: Telemetry, *, served_model_n
         "GET /debug/memory": api.memory,
     }
     return make_app(f"pdkv {instance.info.role}", routes, api.close)
+
+
+def kv_header(choices: Sequence[Choice]) -> dict[str, str]:
+    """What became of the KV that these choices were promised, the worst of it; empty when they were promised none."""
+    outcomes = {choice.kv for choice in choices}
+    return next(({KV_HEADER: kv.value} for kv in Kv if kv in outcomes), {})
 
 
 class InstanceApi:
@@ -100,15 +108,21 @@ class InstanceApi:
         """``GET /health``: 200, or 503 with the reason when the engine has stopped.
 
         ``engine_id`` and ``side_channel`` are what push mode tells a decode instance before a prefill has ended.
+        The status is ``degraded``, with the reason, for a minute after a peer refused to hand its KV over.
         """
         if (failure := self._instance.failed) is not None:
             reason = str(failure) or type(failure).__name__
             return JsonResponse({"status": "failed", "reason": reason}, status_code=503)
-        info = self._instance.info
-        side_channel = {"host": info.side_channel_host, "port": info.side_channel_port}
-        return JsonResponse(
-            {"status": "ok", "role": info.role, "engine_id": info.engine_id, "side_channel": side_channel}
-        )
+        info, transfer = self._instance.info, self._instance.stats().transfer
+        body = {
+            "status": "ok",
+            "role": info.role,
+            "engine_id": info.engine_id,
+            "side_channel": {"host": info.side_channel_host, "port": info.side_channel_port},
+        }
+        if transfer.refused_ns is not None and time.monotonic_ns() - transfer.refused_ns < _REFUSAL_SHOWN_NS:
+            body |= {"status": "degraded", "reason": transfer.refused_because}
+        return JsonResponse(body)
 
     async def metrics(self, _request: Request) -> Response:
         """``GET /metrics`` in Prometheus' text format."""
@@ -156,7 +170,7 @@ class InstanceApi:
         # The first delta is awaited before the status line is sent, so that a request that fails at once gets its 5xx.
         first = await until_disconnect(request.receive, anext(deltas))
         body_chunks = self._stream(answer, first, deltas, generation)
-        return StreamResponse(body_chunks, headers=headers, cleanup=deltas.aclose)
+        return StreamResponse(body_chunks, headers=headers | kv_header(choices), cleanup=deltas.aclose)
 
     async def _parse(self, body: dict[str, Any], *, chat: bool) -> tuple[list[Int32Array], Generation]:
         refuse_unsupported(body, CHAT if chat else COMPLETIONS)
@@ -203,7 +217,7 @@ class InstanceApi:
         async with aclosing(deltas):
             async for choice, delta in deltas:
                 answer.add(choice, delta)
-        return JsonResponse(answer.body(self._transfer_params(answer, choices)), headers=headers)
+        return JsonResponse(answer.body(self._transfer_params(answer, choices)), headers=headers | kv_header(choices))
 
     def _transfer_params(self, answer: Answer, choices: Sequence[Choice]) -> Any:
         """One object for one prompt, a list for several, ``None`` when nothing was kept."""

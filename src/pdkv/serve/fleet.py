@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import httpx
@@ -17,7 +18,10 @@ from pdkv.serve.http import JsonResponse, error_response
 from pdkv.serve.merge import CONTENT_TYPE, merge_metrics
 from pdkv.serve.openai import ApiError
 
+LOG = logging.getLogger("pdkv.router")
+
 _SCRAPE_TIMEOUT_S = 5.0
+_ROLE_ASKED_EVERY_S = 2.0
 
 
 class Fleet:
@@ -36,7 +40,7 @@ class Fleet:
             response = await self._client.get(backend.url + path, timeout=_SCRAPE_TIMEOUT_S)
         except httpx.TransportError as error:
             self._up.labels(instance=backend.label).set(0)
-            return f"{backend.label} {backend.url}: {error or type(error).__name__}"
+            return f"{backend.name}: {str(error) or _said(error)}"
         self._up.labels(instance=backend.label).set(1)
         return response
 
@@ -66,8 +70,8 @@ class Fleet:
             if isinstance(answer, str):
                 states[backend.label] = answer
             elif answer.is_success:
-                states[backend.label] = "ok"
-                healthy[backend.role] += 1
+                states[backend.label] = wrong_role(backend, answer) or _degraded(answer) or "ok"
+                healthy[backend.role] += wrong_role(backend, answer) is None
             else:
                 states[backend.label] = _reason(answer)
         needed = ["decode"] if self._decode_alone else ["prefill", "decode"]
@@ -79,6 +83,18 @@ class Fleet:
             )
         all_ok = all(state == "ok" for state in states.values())
         return JsonResponse({"status": "ok" if all_ok else "degraded", "instances": states})
+
+    async def warn_of_swapped(self) -> None:
+        """Log it once for each instance that is of another role than it was given for, when it first answers."""
+        unknown = [*self._prefill.backends, *self._decode.backends]
+        while unknown:
+            answers = await asyncio.gather(*(self._get(backend, "/health") for backend in unknown))
+            for backend, answer in zip(unknown, answers, strict=True):
+                problem = wrong_role(backend, answer) if isinstance(answer, httpx.Response) else None
+                if problem is not None:
+                    LOG.error("%s: %s", backend.name, problem)
+            unknown = [b for b, answer in zip(unknown, answers, strict=True) if isinstance(answer, str)]
+            await asyncio.sleep(_ROLE_ASKED_EVERY_S)
 
     async def metrics(self, _request: Request) -> Response:
         """``GET /metrics``: the instances' metrics with the label ``instance``, and the router's own."""
@@ -104,16 +120,42 @@ class Fleet:
         return JsonResponse({"instances": instances, "unreachable": unreachable})
 
 
+def _said(error: httpx.TransportError) -> str:
+    """For an error without a text of its own."""
+    if isinstance(error, httpx.TimeoutException):
+        return f"no answer within {_SCRAPE_TIMEOUT_S:g} s; it hangs, is stopped, or cannot be reached"
+    return type(error).__name__
+
+
+def wrong_role(backend: Backend, health: httpx.Response) -> str | None:
+    """What is wrong when an instance says it is of another role than it was given to the router for."""
+    role = _fact(health, "role")
+    if role is None or role == backend.role:
+        return None
+    return f"it is a {role} instance, but stands under --{backend.role}: are --prefill and --decode swapped?"
+
+
+def _degraded(health: httpx.Response) -> str | None:
+    """Why an instance that serves calls itself degraded."""
+    return _fact(health, "reason") if _fact(health, "status") == "degraded" else None
+
+
+def _fact(health: httpx.Response, name: str) -> str | None:
+    """A string in a `/health`; None where there is none (vLLM's is empty)."""
+    try:
+        value = health.json()[name]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return readable(value, REASON_CHARS) if isinstance(value, str) else None
+
+
 def passed_on(response: httpx.Response, body: bytes) -> Response:
     """An instance's answer as it is."""
     return Response(body, status_code=response.status_code, media_type=response.headers.get("content-type"))
 
 
 def _reason(response: httpx.Response) -> str:
-    try:
-        return readable(str(response.json()["reason"]), REASON_CHARS)
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {response.status_code}"
+    return _fact(response, "reason") or f"HTTP {response.status_code}"
 
 
 def error_text(body: bytes) -> str:

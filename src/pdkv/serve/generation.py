@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from pdkv.core.ports import Awaited, Finished, FinishReason, Int32Array, NewRequest, RemoteSource, TokenSampled
+from pdkv.core.ports import (
+    Admitted,
+    Awaited,
+    Finished,
+    FinishReason,
+    Int32Array,
+    LoadFailed,
+    NewRequest,
+    RemoteSource,
+    TokenSampled,
+)
 from pdkv.errors import BadRequest
 from pdkv.runtime.sampler import SamplingParams, TokenLogprobs
 from pdkv.serve.detokenizer import TextStream
@@ -19,6 +30,14 @@ from pdkv.serve.peer_names import PeerNames
 from pdkv.serve.prompts import Prompts
 
 _FAILED_CHECK_S = 2.0
+
+
+class Kv(enum.Enum):
+    """What became of the KV that a request's ``kv_transfer_params`` promised; worst first."""
+
+    RECOMPUTED = "recomputed"
+    LOADED = "loaded"
+    CACHED = "cached"  # not needed: the prompt was in the prefix cache here
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +64,7 @@ class Choice:
     updates: asyncio.Queue[UpdateLike] = field(default_factory=asyncio.Queue)
     after: asyncio.Event | None = None
     started: asyncio.Event = field(default_factory=asyncio.Event)
+    kv: Kv | None = None  # None: nothing promised, or not decided yet
     submitted: bool = False
     ended: bool = False
 
@@ -257,6 +277,8 @@ class Frontend:
                 tokens.append(event.token)
             elif isinstance(event, Finished):
                 finished = event
+            elif isinstance(event, Admitted | LoadFailed):
+                self._note_kv(choice, event)
         if finished is None:
             if choice.text.stop is not None and not stopped_before:
                 self.instance.abort(choice.request.request_id, FinishReason.STOP)
@@ -271,6 +293,13 @@ class Frontend:
         pieces.append(choice.text.finish())
         reason, stop_reason = self._outcome(choice, finished, tokens)
         return Delta("".join(pieces), tuple(tokens), logprobs, finished, reason, stop_reason)
+
+    @staticmethod
+    def _note_kv(choice: Choice, event: Admitted | LoadFailed) -> None:
+        if isinstance(event, LoadFailed):
+            choice.kv = Kv.RECOMPUTED
+        elif choice.kv is None and _offer(choice) is not None:
+            choice.kv = Kv.LOADED if event.external_tokens else Kv.CACHED
 
     def _outcome(self, choice: Choice, finished: Finished, tokens: list[int]) -> tuple[str, str | int | None]:
         """Finish reason, and the stop string or stop token that ended it (``None`` for EOS and length)."""

@@ -23,6 +23,7 @@ from pdkv.serve.fleet import error_text, passed_on
 from pdkv.serve.http import StreamResponse
 from pdkv.serve.openai import ApiError
 from pdkv.serve.options import RouterOptions
+from pdkv.serve.params import KV_HEADER
 from pdkv.serve.placement import Placement, Prompt
 
 LOG = logging.getLogger("pdkv.router")
@@ -142,6 +143,9 @@ class Legs:
                     )
                     continue
                 passed = {k: v for k, v in response.headers.items() if k not in NOT_FORWARDED - {"content-length"}}
+                if passed.get(KV_HEADER) == "recomputed":  # P has prefilled, in vain
+                    extra |= {PREFILL_HEADER: "local"}
+                    self._metrics.local.inc()
                 return StreamResponse(
                     _bytes(backend, response, watch),
                     status_code=response.status_code,

@@ -21,6 +21,9 @@ from pdkv.runtime.shown import readable
 _NAME = re.compile(r"[!-~]{1,512}")  # an id or a host; it will stand in logs
 _TRANSFER_ID = re.compile(r"[!-~]{16,256}")  # long enough for one that cannot be guessed
 
+KV_HEADER = "x-pdkv-kv"
+"""In which D says what became of the KV it was offered: ``loaded``, ``cached`` (not needed) or ``recomputed``."""
+
 PREFILL_LEG: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

@@ -56,6 +56,7 @@ class Router:
         self._asking.append(asyncio.create_task(keep_asking(self._client, (self._on_prefill, self._on_decode))))
         if self._push is not None:
             self._asking.append(asyncio.create_task(self._push.keep_learning()))
+        self._asking.append(asyncio.create_task(self.fleet.warn_of_swapped()))
 
     async def close(self) -> None:
         """Close the connections to the instances."""
