@@ -127,6 +127,17 @@ def test_targets_that_cannot_be(changes: dict[str, int]) -> None:
         Target(**{"concurrency": 1, "tokens": 1, **changes})
 
 
+def test_engines_that_may_not_run_as_many_are_named() -> None:
+    target = Target(concurrency=300, tokens=64)
+    for seqs, said in ((299, ["give --max-num-seqs 300,"]), (300, [])):
+        report = solved(planned("dense"), target, kv_cache_memory_bytes=40 * GIB, max_num_seqs=seqs)
+        assert report.best is not None
+        assert report.best.gpus == 1
+        found = [warning for warning in report.warnings if "--max-num-seqs" in warning]
+        assert len(found) == len(said)
+        assert all(text in warning for text, warning in zip(said, found, strict=True))
+
+
 def test_no_memory_is_an_error_for_a_solution_too() -> None:
     with pytest.raises(ConfigError, match="how much memory"):
         solved(planned("dense"), Target(concurrency=1, tokens=1))

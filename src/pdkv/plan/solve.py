@@ -99,15 +99,20 @@ def solve(spec: ModelSpec, options: PlanOptions, target: Target, resize: Resize)
             falls_short.append(_solution(sized, most, target))
     meets.sort(key=_preference)
     best = meets[0] if meets else None
+    unquantized = next((one for one in meets if one.kv_cache_dtype == options.kv_cache_dtype), None)
     nearest = max(falls_short, key=lambda one: (one.requests, one.longest_tokens, -one.gpus), default=None)
     return SolveReport(
         target=target,
         best=best,
-        unquantized=next((one for one in meets if one.kv_cache_dtype == options.kv_cache_dtype), None),
+        unquantized=unquantized,
         others=tuple(_distinct(meets[1:], best)),
         nearest=None if best else nearest,
         examined=examined,
-        warnings=(*beyond_model_length(spec, target.tokens), *_warnings(options)),
+        warnings=(
+            *beyond_model_length(spec, target.tokens),
+            *_warnings(options),
+            *_too_few_seqs(options.seqs(spec), target, unquantized or best),
+        ),
     )
 
 
@@ -181,6 +186,16 @@ def _distinct(solutions: Sequence[Solution], best: Solution | None, most: int = 
         if key not in seen and len(seen) <= most:
             seen.add(key)
             yield solution
+
+
+def _too_few_seqs(most: int, target: Target, solution: Solution | None) -> Iterator[str]:
+    """Room for requests is of no use to an engine that may not run as many."""
+    each = 0 if solution is None else cdiv(target.concurrency, solution.data_parallel_size)
+    if each > most:
+        yield (
+            f"vLLM runs at most {most:,} requests at once on an engine (--max-num-seqs), and each is to run "
+            f"{each:,}: give --max-num-seqs {each}, and the plan again with it (activations grow with it)"
+        )
 
 
 def _warnings(options: PlanOptions) -> Iterator[str]:
