@@ -77,7 +77,7 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); give a model's config.json") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path} holds no JSON object; give a model's config.json")

@@ -86,6 +86,12 @@ def test_a_config_that_cannot_be(
         (("--kv-cache-memory-bytes", "-5"), "--kv-cache-memory-bytes '-5'"),
         (("--kv-cache-dtype", "fp7"), "--kv-cache-dtype fp7: there is no such type; there are: auto"),
         (("--watermark", "2"), "at least 0 and below 1"),
+        # More digits than Python converts.
+        (("--max-model-len", "9" * 5000), "--max-model-len '999999999999999999999999999999...'"),
+        (("--kv-cache-memory-bytes", "9" * 5000), "not a number that can be used"),
+        (("--hf-overrides", '{"num_hidden_layers": ' + "9" * 5000 + "}"), "--hf-overrides is not valid JSON"),
+        (("--kv-transfer-config", '{"kv_rank": ' + "9" * 5000 + "}"), "--kv-transfer-config is not valid JSON"),
+        (("--kv-offloading-size", "1e308"), "--kv-offloading-size 1e308: a number of GiB"),
     ],
 )
 def test_flags_that_cannot_be(

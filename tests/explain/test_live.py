@@ -270,6 +270,8 @@ def test_numbers_that_cannot_be_do_no_harm(value: str) -> None:
     live = seen(body, body, seconds=31)
     for share in live.instances[0].split:
         assert 0 <= share.low_blocks <= share.high_blocks <= 1001
+    assert live.instances[0].observed["usage"] is None
+    assert "preemption-storm" not in {finding.id for finding in (*live.findings, *live.instances[0].findings)}
 
 
 @given(st.text(alphabet='vllm:kv_cache_usage_perc{}=",0.5 \n\\eNaInf', max_size=300))

@@ -60,6 +60,11 @@ def test_what_is_no_sample_is_refused_with_its_line(line: str) -> None:
         parse_metrics(f"ok 1\n{line}\n")
 
 
+def test_what_a_terminal_obeys_is_left_out_of_labels() -> None:
+    (sample,) = parse_metrics('a{engine="0\x1b[31m\x07\u202eé"} 1').series("a")
+    assert sample.labels == {"engine": "0?[31m??é"}
+
+
 def test_long_texts_are_refused() -> None:
     with pytest.raises(ConfigError, match="longer than 32 MiB"):
         parse_metrics("a" * (MAX_BYTES + 1))

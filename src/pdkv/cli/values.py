@@ -8,6 +8,8 @@ from typing import Literal
 from pdkv.errors import ConfigError
 
 _NUMBER = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgtKMGT]?)(?P<suffix>i?[bB]?)")
+# More than anyone means, and less than what Python converts.
+_MOST_DIGITS = 30
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -22,7 +24,13 @@ def parse_count(option: str, text: str, examples: str = _BYTES) -> int:
     ``KB``, ``MB``, ``GB`` are powers of 1000. Decimals go with a suffix only: ``1.5g``, ``2.5GiB``.
     """
     match = _NUMBER.fullmatch(text.strip().replace("_", "").replace(",", ""))
-    if match is None or ("." in match["number"] and not match["unit"]) or (match["suffix"] and not match["unit"]):
+    if (
+        match is None
+        or len(match["number"]) > _MOST_DIGITS
+        or ("." in match["number"] and not match["unit"])
+        or (match["suffix"] and not match["unit"])
+    ):
+        text = text if len(text) <= _MOST_DIGITS else f"{text[:_MOST_DIGITS]}..."
         raise ConfigError(f"{option} {text!r}: not a number that can be used here; write for example {examples}")
     unit, suffix = match["unit"], match["suffix"].lower()
     binary = suffix.startswith("i") or (unit.isupper() and not suffix)

@@ -12,6 +12,8 @@ from pdkv.logs.metrics_text import Metrics
 from pdkv.logs.scrape import fetch_json, metrics_url, scrape, sibling_url
 
 # The name until about 0.10, and since.
+# More than any counter of a server reaches: what is above, infinite or NaN is not known.
+_MOST = 1e18
 _USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 _STAGE = "vllm:num_requests_kv_fetch_by_stage"
 _MOST_WORK = 10_000_000
@@ -188,7 +190,7 @@ def _engine(
         block_size=_digits(config.get("block_size")),
         bytes_per_block=_whole(metrics.total("pdkv:kv_block_bytes")),
         kv_cache_size_tokens=_digits(config.get("kv_cache_size_tokens")),
-        usage=usage if math.isfinite(usage) else None,
+        usage=usage if 0 <= usage <= 1 else None,
         running=_whole(metrics.total("vllm:num_requests_running")) or 0,
         waiting=_whole(metrics.total("vllm:num_requests_waiting")) or 0,
         deferred=reasons.get("deferred"),
@@ -215,7 +217,7 @@ def _whole_values(metrics: Metrics, name: str, label: str) -> dict[str, int]:
 
 
 def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) and value >= 0 else None
+    return value if value is not None and 0 <= value < _MOST else None
 
 
 def _whole(value: float | None) -> int | None:

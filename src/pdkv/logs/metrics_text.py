@@ -119,13 +119,20 @@ def _sample(line: str, number: int, what: str) -> tuple[str, Sample]:
             label = _LABEL.match(line, at)
             if label is None or len(labels) >= _MAX_LABELS:
                 raise _malformed(line, number, what)
-            labels[label[1]] = re.sub(r'\\[\\"n]', lambda match: _ESCAPES[match[0]], label[2])
+            labels[label[1]] = _shown(re.sub(r'\\[\\"n]', lambda match: _ESCAPES[match[0]], label[2]))
             at = label.end()
         at += 1
     value = _VALUE.match(line, at)
     if value is None:
         raise _malformed(line, number, what)
     return name[0], Sample(labels, float(value[1].replace("Inf", "inf").replace("NaN", "nan")))
+
+
+def _shown(label: str) -> str:
+    """Labels are printed: what a terminal would obey is left out, but for ends of lines."""
+    if label.isprintable():
+        return label
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in label)
 
 
 def _malformed(line: str, number: int, what: str) -> ConfigError:

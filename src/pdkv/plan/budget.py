@@ -151,9 +151,15 @@ def _notes(
 ) -> tuple[str, ...]:
     found = list(weights.notes)
     if not options.rules.budget_is_measured and calibration is None:
+        newer = options.rules.subtracts_graph_estimate
+        terms = (
+            "Activations follow the source of 0.32; memory outside PyTorch and CUDA graphs are those of 0.19"
+            if newer
+            else "Activations and memory outside PyTorch are those of 0.14"
+        )
         found.append(
             f"vLLM {options.rules.version} is unvalidated: logs of 0.14 to 0.19, and one of 0.31, were compared with. "
-            "Activations follow the source of 0.32; memory outside PyTorch and CUDA graphs are those of 0.19"
+            f"{terms}"
         )
     if gpu is not None and not gpu.measured and options.gpu_memory_bytes is None:
         found.append(

@@ -175,7 +175,7 @@ def _files(directory: Path) -> list[Path]:
     try:
         names = json.loads(index.read_bytes())["weight_map"].values()
         files = sorted({directory / str(name) for name in names})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index} is not a readable index of safetensors files ({error!r})") from error
     missing = [path.name for path in files if not path.is_file()]
     if len(missing) == len(files):
@@ -202,5 +202,5 @@ def _header_sizes(path: Path) -> Iterator[tuple[str, int]]:
             if name != "__metadata__":
                 start, end = entry["data_offsets"]
                 yield str(name), int(end) - int(start)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is not a readable safetensors file ({error!r})") from error

@@ -93,7 +93,7 @@ def parse_kv_transfer(value: str | Mapping[str, Any]) -> KvTransfer:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{FLAG} is not valid JSON ({error}); quote it as one word: '{{...}}'") from error
     if not isinstance(value, Mapping):
         raise ConfigError(f"{FLAG} must be a JSON object, not {value!r}")

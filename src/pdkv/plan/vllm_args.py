@@ -244,7 +244,7 @@ def _as_words(key: str, value: Any) -> list[str]:
 def _json_object(name: str, text: str) -> Any:
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         if name == "--compilation-config" and text.strip().isdigit():
             return {"level": int(text)}
         raise ConfigError(f"{name} is not valid JSON ({error}); quote it as one word: '{{...}}'") from error
@@ -258,7 +258,7 @@ def _json_object(name: str, text: str) -> Any:
 def _scalar(text: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return text
 
 
