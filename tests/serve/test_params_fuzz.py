@@ -14,9 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.serve.client import COMPLETIONS, GOOD_PARAMS, ask, post
 from tests.serve.fake import FakeInstance
 
+from pdkv.core.ports import Awaited, Peer, RemoteSource
 from pdkv.errors import BadRequest
 from pdkv.serve.merge import merge_metrics
-from pdkv.serve.params import TransferRequest, offered_sources, parse_params
+from pdkv.serve.params import offers_in, parse_params, push_legs, side_channel_of
+
+PUSH_PARAMS = push_legs(Peer("p-1", "127.0.0.1", 5600), "0123456789abcdef")[1]
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -25,13 +28,20 @@ anything = st.recursive(
 )
 
 
-def in_bounds(asked: TransferRequest) -> None:
-    """What the engine, the side channel and the log rely on."""
-    if asked.source is None:
-        return
-    peer, grant = asked.source.peer, asked.source.grant
+def peer_in_bounds(peer: Peer) -> None:
     assert all(text.isprintable() and text.isascii() and text for text in (peer.engine_id, peer.host))
     assert 0 < peer.port < 65536
+
+
+def in_bounds(offer: RemoteSource | Awaited | None) -> None:
+    """What the engine, the side channel and the log rely on."""
+    if offer is None:
+        return
+    peer_in_bounds(offer.peer)
+    if isinstance(offer, Awaited):
+        assert 16 <= len(offer.transfer_id) <= 256
+        return
+    grant = offer.grant
     assert grant.block_ids
     assert all(type(block) is int and 0 < block < 2**31 for block in grant.block_ids)
     assert (len(grant.token), len(grant.proof)) == (16, 16)
@@ -42,35 +52,49 @@ def in_bounds(asked: TransferRequest) -> None:
 
 def parse(params: Any) -> None:
     try:
-        in_bounds(parse_params(params))
+        in_bounds(parse_params(params).offer)
     except BadRequest as error:
         assert str(error).isprintable()
         assert len(str(error)) < 2000
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.dictionaries(st.sampled_from(sorted(GOOD_PARAMS)), anything, max_size=4))
+@given(st.dictionaries(st.sampled_from(sorted({**GOOD_PARAMS, **PUSH_PARAMS})), anything, max_size=4))
 def test_params_with_odd_values_are_refused_or_in_bounds(odd: dict[str, Any]) -> None:
-    parse({**GOOD_PARAMS, **odd})
-    parse(odd)
+    for good in (GOOD_PARAMS, PUSH_PARAMS, {}):
+        parse({**good, **odd})
 
 
 @settings(deadline=None, max_examples=200)
 @given(anything)
 def test_whatever_was_offered_is_looked_through_for_grants(params: Any) -> None:
-    for source in offered_sources([params, GOOD_PARAMS, params] if not isinstance(params, list) else params):
-        in_bounds(TransferRequest(source=source))
+    given = params if isinstance(params, list) else [params]
+    offers = offers_in([*given, GOOD_PARAMS, *given, PUSH_PARAMS])
+    assert len(offers) >= 2
+    for offer in offers:
+        in_bounds(offer)
+
+
+@settings(deadline=None, max_examples=200)
+@given(anything, anything, anything)
+def test_where_a_side_channel_is_said_to_be_is_refused_or_in_bounds(engine: Any, host: Any, port: Any) -> None:
+    for health in (engine, {"engine_id": engine, "side_channel": host}, {"engine_id": "e", "side_channel": {}}):
+        with pytest.raises(BadRequest):
+            side_channel_of(health)
+    try:
+        peer_in_bounds(side_channel_of({"engine_id": engine, "side_channel": {"host": host, "port": port}}))
+    except BadRequest:
+        pass
 
 
 def test_params_that_nest_deep_or_go_on_for_ever() -> None:
     deep: Any = 1
     for _ in range(400):
         deep = [deep]
-    for name in GOOD_PARAMS:
-        parse({**GOOD_PARAMS, name: deep})
-        parse({**GOOD_PARAMS, name: "x" * 10**6})
-        parse({**GOOD_PARAMS, name: [1] * 10**5})
-        parse({**GOOD_PARAMS, name: 10**400})
+    for good in (GOOD_PARAMS, PUSH_PARAMS):
+        for name in good:
+            for odd in (deep, "x" * 10**6, [1] * 10**5, 10**400):
+                parse({**good, name: odd})
 
 
 @pytest.mark.parametrize("seed", range(3))
