@@ -70,12 +70,15 @@ class Admitter:
                 request.wait_cause = "leases pin their share of the pool (--max-leased-fraction)"
                 return Admission(Verdict.SKIP)
             request.produces = False
+        if request.awaited is not None and not request.look_for_hits:
+            return Admission(Verdict.SKIP)
         if request.source is not None and self._config.transfer.loads_bring_states:
             hit, lacks_state = self._manager.lookup_for_load(request)
         else:
             hit, lacks_state = self._manager.lookup(request), False
         if request.awaited is not None and request.num_prompt - hit.tokens > self._config.sizes.scheduler_tokens:
             request.wait_cause = f"waits for {request.awaited.peer.engine_id[:80]} to announce its prompt's KV"
+            request.look_for_hits = False
             return Admission(Verdict.SKIP)
         hit, external = self._external(request, hit)
         if lacks_state and not external:

@@ -74,6 +74,7 @@ class Request:
         self.extra_keys = ContentKeys(cache_salt=new.cache_salt, lora=new.lora, multimodal=new.items)
         self.source: RemoteSource | None = new.source
         self.awaited: Awaited | None = new.awaited
+        self.look_for_hits = True  # while it waits for an announcement: what others have cached may do meanwhile
         if new.source is not None:
             covered = digest_tokens(new.prompt[: new.source.grant.num_tokens])
             self.source = msgspec.structs.replace(new.source, prompt_digest=covered)

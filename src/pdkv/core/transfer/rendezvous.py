@@ -229,6 +229,8 @@ class Waits:
         return min(times, default=None)
 
     def _register(self, wait: Wait) -> None:
+        """Tell the producer. As often, and not in every step, it is seen whether the KV is here by now."""
+        wait.request.look_for_hits = True
         wait.next_register_ns = self._journal.now_ns + self._config.lease_ns // 6
         peer = wait.awaited.peer
         self._outbox.append(SendMessage(peer, Register(wait.awaited.transfer_id, peer.engine_id)))
