@@ -214,6 +214,16 @@ def test_a_second_request_of_one_id_is_computed_here(first_leaves: bool) -> None
         assert [event.request_id for event in events if isinstance(event, LoadFailed)] == ["d"]
 
 
+def test_what_others_cached_meanwhile_is_found_when_it_registers_again() -> None:
+    engine = consumer()
+    step(engine, 0, [decode()])
+    step(engine, 1, [NewRequest(request_id="same", prompt=PROMPT, max_tokens=1)])
+    assert step(engine, NS - 1)[0].batch.request_ids == ()
+    plan, _ = step(engine, NS)
+    assert plan.batch.request_ids == ("d",)
+    assert sent(plan) == [Register(ID, "P"), Withdraw(ID)]
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("how", ["gone", "too late", "no peer for us", "another prompt's"])
 def test_what_does_not_come(policy: str, how: str) -> None:

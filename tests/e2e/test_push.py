@@ -102,7 +102,7 @@ def test_through_the_router_the_kv_moves_and_the_tokens_are_right(cluster: Clust
     for tokens in prompts[:2]:
         answer = cluster.router.ask(tokens, NEW_TOKENS)
         assert tokens_of(answer) == expected(cluster.d, tokens)
-        assert answer.headers["x-pdkv-prefill"] == "remote"
+        assert (answer.headers["x-pdkv-prefill"], answer.headers["x-pdkv-kv"]) == ("remote", "loaded")
     assert cluster.d.counter("vllm:external_prefix_cache_hits_total") == moved + 170
     several = cluster.router.ask([prompt(40), prompt(50)], NEW_TOKENS)  # type: ignore[list-item]
     assert [len(choice["token_ids"]) for choice in several.json()["choices"]] == [NEW_TOKENS] * 2
@@ -183,6 +183,7 @@ def test_d_that_was_told_of_a_former_life_of_p_does_not_wait(cluster: Cluster) -
     tokens, (_, to_d) = prompt(), legs(cluster.p)
     answer = cluster.d.ask(tokens, NEW_TOKENS, kv_transfer_params={**to_d, "remote_engine_id": "p-before"})
     assert tokens_of(answer) == expected(cluster.d, tokens)
+    assert answer.headers["x-pdkv-kv"] == "recomputed"
     assert re.search(r"p-before.* is (gone|not here)", cluster.d.log.read_text())
 
 
