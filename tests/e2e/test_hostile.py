@@ -9,11 +9,13 @@ from __future__ import annotations
 import random
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 import zmq
 from tests.e2e.processes import Part, tokens_of, until
@@ -21,6 +23,7 @@ from tests.runtime.tiny import save_tiny
 
 from pdkv.core.ports import Done, Heartbeat, Register, Withdraw
 from pdkv.runtime.wire import MAX_FRAME_BYTES, BadFrame, Hello, Open, decode_question, encode
+from pdkv.serve.params import push_legs, side_channel_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -100,6 +103,18 @@ class Pair:
         params["remote_port"] = self.recorder.port
         return tokens_of(self.d.ask(PROMPT, NEW_TOKENS, kv_transfer_params=params, cache_salt=salt))
 
+    def pushed(self, salt: str) -> list[int]:
+        """The same with late push: both legs at once, P announces its grant over the side channel."""
+        assert self.recorder is not None
+        health = httpx.get(f"{self.p.url}/health", timeout=30).json()
+        peer = msgspec.structs.replace(side_channel_of(health), port=self.recorder.port)
+        to_p, to_d = push_legs(peer, secrets.token_hex(16))
+        with ThreadPoolExecutor(1) as pool:
+            prefill = pool.submit(self.p.ask, PROMPT, 1, kv_transfer_params=to_p, cache_salt=salt)
+            tokens = tokens_of(self.d.ask(PROMPT, NEW_TOKENS, kv_transfer_params=to_d, cache_salt=salt))
+            assert prefill.result().status_code == 200
+        return tokens
+
     def close(self) -> None:
         if self.recorder is not None:
             self.recorder.close()
@@ -143,7 +158,7 @@ def is_dropped(frame: bytes, *, secret: bool) -> bool:
 
 def test_ten_thousand_hostile_frames_under_traffic_change_nothing(pair: Pair) -> None:
     truth = tokens_of(pair.d.ask(PROMPT, NEW_TOKENS, cache_salt="alone"))
-    assert pair.one("before") == truth  # and something is recorded
+    assert pair.one("before, pulled") == pair.pushed("before, pushed") == truth  # and something is recorded
     until(lambda: pair.p.idle() and pair.d.idle())
     assert pair.recorder is not None
     over, known = list(pair.recorder.frames), list(pair.tokens)
@@ -154,14 +169,14 @@ def test_ten_thousand_hostile_frames_under_traffic_change_nothing(pair: Pair) ->
     expected = [0, 0]
     stop = threading.Event()
 
-    def traffic(name: str) -> list[list[int]]:
+    def traffic(ask: Callable[[str], list[int]]) -> list[list[int]]:
         answers: list[list[int]] = []
         while len(answers) < 3 or not stop.is_set():
-            answers.append(pair.one(f"{name}{len(answers)}"))
+            answers.append(ask(f"{ask.__name__} {len(answers)}"))
         return answers
 
     with zmq.Context() as context, ThreadPoolExecutor(2) as pool:
-        asking = [pool.submit(traffic, name) for name in ("one", "two")]
+        asking = [pool.submit(traffic, ask) for ask in (pair.one, pair.pushed)]
         sockets: list[Any] = []
         for part in attacked:
             socket = context.socket(zmq.DEALER)
@@ -195,10 +210,10 @@ def test_ten_thousand_hostile_frames_under_traffic_change_nothing(pair: Pair) ->
     assert [p.counter(DROPPED) - b for p, b in zip(attacked, before, strict=True)] == expected
     assert min(expected) > FRAMES // 4
     assert pair.d.counter("vllm:nixl_num_failed_transfers_total") == 0
-    assert pair.d.counter("vllm:nixl_bytes_transferred_count") == len(answers) + 1, "computed on D, not loaded"
+    assert pair.d.counter("vllm:nixl_bytes_transferred_count") == len(answers) + 2, "computed on D, not loaded"
     assert pair.p.counter("vllm:nixl_num_kv_expired_reqs_total") == 0
     until(lambda: pair.p.idle() and pair.d.idle())
-    assert pair.one("afterwards") == truth
+    assert pair.one("afterwards, pulled") == pair.pushed("afterwards, pushed") == truth
     for part in pair.parts:
         assert part.process.poll() is None
         assert "Traceback" not in part.log.read_text()
