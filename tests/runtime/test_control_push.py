@@ -107,6 +107,17 @@ def test_an_answer_goes_to_the_connection_that_registered_last(pair: tuple[Half,
     registered(producer, consumer)  # the answer to nobody has harmed nothing
 
 
+def test_a_reason_is_made_fit_for_logs(pair: tuple[Half, Half]) -> None:
+    producer, consumer = pair
+    origin = registered(producer, consumer)
+    producer.submit(replies=(Reply(origin, Gone(ID, "first\nsecond \x1b[2J" + "x" * 100_000)),))
+    told = consumer.wait(FromProducer)
+    assert isinstance(told, FromProducer)
+    assert isinstance(told.message, Gone)
+    assert told.message.reason.isprintable()
+    assert len(told.message.reason) < 10_000
+
+
 def test_a_withdrawal_arrives(pair: tuple[Half, Half]) -> None:
     producer, consumer = pair
     origin = registered(producer, consumer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from pdkv.core.ports import Heartbeat, Keepalive, Peer, Register, SendMessage, ToConsumer
+from pdkv.core.ports import Announce, Gone, Heartbeat, Keepalive, Peer, Register, SendMessage, ToConsumer
 from pdkv.runtime.doorkeeper import differing_facts
 from pdkv.runtime.peer_auth import line_for
 from pdkv.runtime.peer_link import Handshake, PeerLink, name_of
@@ -90,7 +90,9 @@ class Peers:
         told: list[ToConsumer] = []
         for answer in answers:
             link.last_used_ns = now_ns
-            if isinstance(answer, ToConsumer):
+            if isinstance(answer, Gone):
+                told.append(Gone(answer.transfer_id, readable(answer.reason, REASON_CHARS)))  # it will stand in logs
+            elif isinstance(answer, Announce):
                 told.append(answer)
             elif link.handshake is Handshake.ASKED and answer.seq == link.hello_seq:
                 self._on_answer(link, answer, now_ns)
