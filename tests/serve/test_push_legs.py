@@ -240,6 +240,9 @@ def test_an_instance_that_does_not_say_where_it_is_cannot_push() -> None:
     d = decode()
     answer = post(router([prefill()], [d]), {"prompt": "x"})
     assert (answer.status_code, answer.headers["x-pdkv-prefill"]) == (200, "local")
+    stopped = prefill(pages={"/health": (503, b'{"status": "failed", "reason": "no memory"}')})
+    refused = post(router([stopped], [d], prefill_fallback="fail"), {"prompt": "x"})
+    assert "/health answers with HTTP 503" in refused.json()["error"]["message"]
     refused = post(router([prefill()], [d], prefill_fallback="fail"), {"prompt": "x"})
     assert "--transfer-mode pull" in refused.json()["error"]["message"]
 

@@ -52,26 +52,14 @@ class PushLegs:
     async def _race(self, backend: Backend, peer: Peer, call: Call) -> Response:
         """Raises `LegFailed` when P failed before anything of D's answer had come; D's leg has been ended then."""
         to_prefill, to_decode = push_legs(peer, secrets.token_hex(16))
-        over = False
         with self._legs.on_prefill.sending(backend, call.prompt):
             prefill = self._start(self._legs.prefill(backend, call, to_prefill))
             try:
-                async with asyncio.timeout(None) as scope:
-
-                    def ended(_task: object) -> None:
-                        if not over and _is_in_the_way(prefill, peer):
-                            scope.reschedule(0)
-
-                    prefill.add_done_callback(ended)
-                    try:
-                        return await self._legs.decode(call, to_decode)
-                    finally:
-                        over = True
-            except TimeoutError:
-                if not scope.expired():
-                    raise
+                response = await _while_it_may_help(prefill, peer, self._legs.decode(call, to_decode))
             finally:
                 prefill.cancel()
+            if response is not None:
+                return response
             result = prefill.result()
             if result.refused is not None:
                 return result.refused
@@ -103,6 +91,8 @@ class PushLegs:
         """Where its side channel is. Raises `LegFailed` when it does not say; what it said before stands."""
         try:
             response = await self._client.get(f"{backend.url}/health", timeout=_HEALTH_TIMEOUT_S)
+            if not response.is_success:
+                raise LegFailed(f"{backend.name}: its /health answers with HTTP {response.status_code}")
             peer = side_channel_of(response.json())
         except httpx.TransportError as error:
             raise LegFailed(f"{backend.name}: {error or type(error).__name__}") from error
@@ -110,6 +100,32 @@ class PushLegs:
             raise LegFailed(f"{backend.name}: its /health does not say where its side channel is ({error})") from error
         self._peers[backend.label] = peer
         return peer
+
+
+async def _while_it_may_help(
+    prefill: asyncio.Task[PrefillResult], peer: Peer, decode: Coroutine[Any, Any, Response]
+) -> Response | None:
+    """What ``decode`` gives; ``None`` when ``prefill`` ended first, in a way that makes D wait in vain.
+
+    ``decode`` runs in this task and is cancelled from within, so that no answer of D can be left without an owner.
+    """
+    over = False
+    try:
+        async with asyncio.timeout(None) as scope:
+
+            def ended(_task: object) -> None:
+                if not over and _is_in_the_way(prefill, peer):
+                    scope.reschedule(0)
+
+            prefill.add_done_callback(ended)
+            try:
+                return await decode
+            finally:
+                over = True
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        return None
 
 
 def _is_in_the_way(prefill: asyncio.Task[PrefillResult], peer: Peer) -> bool:
