@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.serve.dummy_supervisor import options, part
 from pdkv.errors import ConfigError
 from pdkv.serve.options import InstanceOptions
 from pdkv.serve.progress import PlainProgress, Progress, open_progress
-from pdkv.serve.supervisor import ChildDied, Cluster, share_machine
+from pdkv.serve.supervisor import ChildDied, Cluster, Part, share_machine
 from pdkv.serve.web import bind, serve_app, url_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +69,22 @@ def test_all_start_and_none_is_left(tmp_path: Path) -> None:
     assert "first line of stubborn" in (tmp_path / "router.log").read_text()
     assert "prefill: working" in said.getvalue()
     assert "decode: ready" in said.getvalue()
+
+
+def test_the_router_is_told_what_the_whole_was_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = {"transfer_mode": "push", "prefill_fallback": "fail", "instance_timeout_s": 7.0}
+    parts: list[Part] = []
+    with Cluster(replace(options(log_dir=str(tmp_path)), **told)) as cluster:
+        monkeypatch.setattr("pdkv.runtime.precheck.check", lambda _options: None)
+        monkeypatch.setattr(cluster, "launch", parts.extend)
+        monkeypatch.setattr(cluster, "await_ready", lambda *_: None)
+        monkeypatch.setattr(cluster, "ready_line", lambda: "ready")
+        cluster.prepare()
+        cluster.start()
+    for one in parts:
+        one.sock.close()
+    router = parts[-1].options
+    assert {name: getattr(router, name) for name in told} == told
 
 
 def test_own_log_directory_is_removed_after_a_clean_stop_only() -> None:
