@@ -259,10 +259,9 @@ class Churner:
             at += self._manager.grow_by_one(running, at)
             if at < len(running):
                 self._leave(running[-1])
-        computed = running.counters.num_computed
-        computed[running.columns] += 1
-        ended = np.flatnonzero(computed[running.columns] == CHURN_PROMPT + CHURN_OUTPUT)
-        for request in [running[number] for number in ended.tolist()]:
+        computed = running.counters.num_computed[running.columns] + 1
+        running.counters.num_computed[running.columns] = computed
+        for request in running.at(np.flatnonzero(computed == CHURN_PROMPT + CHURN_OUTPUT)):
             self._leave(request)
         return before - len(running)
 

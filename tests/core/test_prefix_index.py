@@ -83,22 +83,24 @@ class IndexMachine(RuleBasedStateMachine):
             index.insert(hashes, first, ids(blocks), before)
         self.model.pairs += zip(hashes[first : first + len(blocks)], blocks, strict=True)
 
-    @rule(sequences=st.lists(SEQUENCE, min_size=1, max_size=3), steps=st.integers(1, LENGTH))
-    def decode_together(self, sequences: list[list[int]], steps: int) -> None:
-        """Requests, perhaps of one content, register a block each in every step."""
-        chains, before = [chain(tokens) for tokens in sequences], [0] * len(sequences)
-        for step in range(steps):
-            rows = [row for row, hashes in enumerate(chains) if step < len(hashes)]
-            blocks = self.fresh()[: len(rows)]
-            if len(blocks) < len(rows):
+    @rule(sequences=st.lists(SEQUENCE, min_size=1, max_size=3), steps=st.lists(st.integers(1, 3), max_size=LENGTH))
+    def decode_together(self, sequences: list[list[int]], steps: list[int]) -> None:
+        """Requests, perhaps of one content, register their next blocks together, so many in each step."""
+        chains, before, first = [chain(tokens) for tokens in sequences], [0] * len(sequences), 0
+        for step in steps:
+            rows = [row for row, hashes in enumerate(chains) if first < len(hashes)]
+            counts = [min(step, len(chains[row]) - first) for row in rows]
+            blocks = self.fresh()[: sum(counts)]
+            if len(blocks) < sum(counts):
                 return
             for index in self.indexes:
-                index.insert_each(
-                    [chains[row] for row in rows], [step] * len(rows), blocks, [before[row] for row in rows]
-                )
-            for row, block in zip(rows, blocks, strict=True):
-                self.model.pairs.append((chains[row][step], block))
-                before[row] = block
+                firsts, ahead = np.full(len(rows), first), ids([before[row] for row in rows])
+                index.insert_each([chains[row] for row in rows], firsts, np.asarray(counts, int), ids(blocks), ahead)
+            for row, count in zip(rows, counts, strict=True):
+                own, blocks = blocks[:count], blocks[count:]
+                self.model.pairs += zip(chains[row][first : first + count], own, strict=True)
+                before[row] = own[-1]
+            first += step
 
     @rule(tokens=SEQUENCE, seed=st.integers(0, 99))
     def alias(self, tokens: list[int], seed: int) -> None:

@@ -70,15 +70,28 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Due:
-    """Which of n requests have something to do, bool[n, groups]: grow, drop their first blocks, register full ones."""
+    """Which of n requests have something to do, bool[n, groups]: grow, drop their first blocks, register full ones.
 
+    ``flags`` are these three, bool[3, n, groups].
+    """
+
+    flags: BoolArray
     grow: BoolArray
     drop: BoolArray
     register: BoolArray
 
+    @classmethod
+    def none(cls, requests: int, groups: int) -> Due:
+        """Nothing, to begin with."""
+        flags = np.zeros((3, requests, groups), dtype=np.bool_)
+        return cls(flags, *flags)
+
+    def __bool__(self) -> bool:
+        return bool(self.flags.any())
+
     def numbers(self) -> list[int]:
         """Those requests, in order."""
-        return np.flatnonzero((self.grow | self.drop | self.register).any(axis=1)).tolist()
+        return np.flatnonzero(self.flags.any(axis=(0, 2))).tolist()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,13 +154,12 @@ class RunningGrowth:
     def _serve(self, step: Step, single: Callable[[Request], bool]) -> int:
         """Returns how many of them were served, as `grow`."""
         due = self.due(step)
-        busy = due.numbers()
-        if not busy:
+        if not due:
             return len(step)
         dropped = self._dropped(step, due) if self._bulk and self._pool.events is None else None
         if dropped is None:
             requests = step.running.at(step.numbers)
-            return next((at for at in busy if not single(requests[at])), len(step))
+            return next((at for at in due.numbers() if not single(requests[at])), len(step))
         fitting = self._exchange(step, due.grow, dropped)
         if fitting < len(step):
             return self._serve(step.first(fitting), single)
@@ -174,21 +186,20 @@ class RunningGrowth:
     def check(self, running: RunningSet) -> None:
         """Nothing is due where nothing was expected; raises ``AssertionError`` otherwise."""
         numbers = np.flatnonzero(running.counters.num_computed[running.columns] < self._idle_until[running.columns])
-        assert not self.due(Step.of(running, numbers)).numbers(), "growth: something is due earlier than expected"
+        assert not self.due(Step.of(running, numbers)), "growth: something is due earlier than expected"
 
     def due(self, step: Step) -> Due:
         """What a token more means to each."""
-        grow = np.empty((len(step.rows), len(self._kinds)), dtype=np.bool_)
-        drop, register = np.zeros_like(grow), np.zeros_like(grow)
+        due = Due.none(len(step), len(self._kinds))
         for group, (kind, store) in enumerate(zip(self._kinds, self._stores, strict=True)):
-            grow[:, group] = step.computed >= kind.capacity_tokens(store.lengths[step.rows])
+            due.grow[:, group] = step.computed >= kind.capacity_tokens(store.lengths[step.rows])
             if kind.recycles:
-                drop[:, group] = kind.may_drop(store, step.rows, step.processed, step.prompt)
+                due.drop[:, group] = kind.may_drop(store, step.rows, step.processed, step.prompt)
             if self._pool.enable_caching and kind.registers:
-                register[:, group] = self._unregistered(group, step.rows, step.final)
+                due.register[:, group] = self._unregistered(group, step.rows, step.final)
                 if kind.keeps_prompt_end:
-                    register[:, group] |= self._boundaries.last_end(step.final) == kind.prompt_end(step.prompt)
-        return Due(grow, drop, register)
+                    due.register[:, group] |= self._boundaries.last_end(step.final) == kind.prompt_end(step.prompt)
+        return due
 
     def _unregistered(self, group: int, rows: Int64Array, final: Int64Array) -> BoolArray:
         """bool[n]: who has full blocks below ``final`` tokens that registration is not through with."""
@@ -333,13 +344,12 @@ class RunningGrowth:
         order = order[full[order] > store.hashed[rows[order]]]
         if len(order):
             row = rows[order]
-            first, last = store.hashed[row], full[order]
-            number, entry = spread(first, last - first)
+            first, counts = store.hashed[row], full[order] - store.hashed[row]
+            number, entry = spread(first, counts)
             chains = [requests[at].hashes for at in order.tolist()]
-            self._pool.insert_runs(
-                group, chains, first, last, store.blocks[row[number], entry], store.before(row, first)
-            )
-            store.hashed[row] = last
+            blocks = store.blocks[row[number], entry]
+            self._pool.insert_each(group, chains, first, counts, blocks, store.before(row, first))
+            store.hashed[row] = full[order]
 
 
 def spread(first: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:

@@ -190,7 +190,8 @@ class KVCacheManager(Owners):
         when they do not fit; then nothing has changed but that blocks no token looks at any more were given back.
         Raises ``ValueError`` when nothing at all is asked for.
         """
-        hit = hit or self._nothing
+        if hit is None:
+            hit = self._nothing
         if new_tokens == 0 and external_tokens == 0 and hit.tokens == 0:
             raise ValueError("allocate_slots: no new, external or cached tokens")
         local = request.num_computed + hit.tokens

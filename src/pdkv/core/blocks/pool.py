@@ -108,31 +108,17 @@ class BlockPool:
         if len(self.indexes) > 1:
             self._group.put(held, group)
 
-    def insert_runs(
-        self, group: int, chains: Sequence[HashChain], first: Int64Array, last: Int64Array, blocks: Int32Array,
+    def insert_each(
+        self, group: int, chains: Sequence[HashChain], first: Int64Array, counts: Int64Array, blocks: Int32Array,
         before: Int32Array,
     ) -> None:  # fmt: skip
-        """`insert` for many sequences, in that order, of what ``chains[i][first[i]:last[i]]`` stand for.
+        """`insert` for many sequences, in that order; none of the blocks is null.
 
-        ``blocks`` are theirs, one sequence behind the other, none of them null; ``before[i]`` is in front of them.
+        The next ``counts[i]`` of ``blocks`` hold what ``chains[i]`` says from ``first[i]`` on; ``before[i]`` is the
+        block in front of them in their own sequence, null at the start.
         """
         self._forget(self.ledger.set_hashed(blocks, True))
-        end = 0
-        for hashes, at, stop, previous in zip(chains, first.tolist(), last.tolist(), before.tolist(), strict=True):
-            start, end = end, end + stop - at
-            self.indexes[group].insert(hashes, at, blocks[start:end], previous)
-        if len(self.indexes) > 1:
-            self._group.put(blocks, group)
-
-    def insert_each(
-        self, group: int, chains: Sequence[HashChain], entries: Sequence[int], blocks: Int32Array, before: Sequence[int]
-    ) -> None:
-        """The same for one full block of each of many sequences: ``blocks[i]`` holds ``chains[i][entries[i]]``.
-
-        ``before[i]`` is the block in front of it in its own sequence, null at the start.
-        """
-        self._forget(self.ledger.set_hashed(blocks, True))
-        self.indexes[group].insert_each(chains, entries, blocks.tolist(), before)
+        self.indexes[group].insert_each(chains, first, counts, blocks, before)
         if len(self.indexes) > 1:
             self._group.put(blocks, group)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.tables import NULL_BLOCK
-from pdkv.core.ports import Int32Array
+from pdkv.core.ports import Int32Array, Int64Array
 
 
 class PrefixIndex(Protocol):
@@ -35,9 +35,12 @@ class PrefixIndex(Protocol):
         ...
 
     def insert_each(
-        self, chains: Sequence[HashChain], entries: Sequence[int], blocks: Sequence[int], before: Sequence[int]
+        self, chains: Sequence[HashChain], first: Int64Array, counts: Int64Array, blocks: Int32Array, before: Int32Array
     ) -> None:
-        """One block of each of many sequences, in that order: ``blocks[i]`` holds ``chains[i][entries[i]]``."""
+        """`insert` for many sequences, in that order; no block of them is null.
+
+        The next ``counts[i]`` of ``blocks`` hold what ``chains[i]`` says from ``first[i]`` on, behind ``before[i]``.
+        """
         ...
 
     def add_alias(self, key: bytes, block: int) -> None:
@@ -93,11 +96,13 @@ class DictPrefixIndex:
             self._insert(hashes[first + entry], blocks.item(entry))
 
     def insert_each(
-        self, chains: Sequence[HashChain], entries: Sequence[int], blocks: Sequence[int], before: Sequence[int]
+        self, chains: Sequence[HashChain], first: Int64Array, counts: Int64Array, blocks: Int32Array, before: Int32Array
     ) -> None:
-        """One block of each of many sequences, in that order: ``blocks[i]`` holds ``chains[i][entries[i]]``."""
-        for hashes, entry, block in zip(chains, entries, blocks, strict=True):
-            self._insert(hashes[entry], block)
+        """`insert` for many sequences, in that order."""
+        own = iter(blocks.tolist())
+        for hashes, at, count in zip(chains, first.tolist(), counts.tolist(), strict=True):
+            for entry in range(at, at + count):
+                self._insert(hashes[entry], next(own))
 
     def _insert(self, key: bytes, block: int) -> None:
         assert block not in self._keys, f"block {block} already carries a hash"

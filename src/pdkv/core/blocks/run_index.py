@@ -31,10 +31,11 @@ import numpy as np
 
 from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.prefix_index import DictPrefixIndex
-from pdkv.core.ports import BoolArray, Int32Array
+from pdkv.core.ports import BoolArray, Int32Array, Int64Array
 
 _SHIFT = 32  # a block's place is layer number << 32 | position in the layer; 0: it carries no hash
 _POSITION = (1 << _SHIFT) - 1
+_ID_BYTES = 4  # of a block's id
 _EMPTY = np.empty(0, dtype=np.int32)
 
 
@@ -160,6 +161,9 @@ class RunPrefixIndex:
     def insert(self, hashes: HashChain, first: int, blocks: Int32Array, before: int) -> None:
         """``blocks[i]``, none of them null, now holds the content of ``hashes[first + i]``."""
         assert np.count_nonzero(self._place.take(blocks)) == 0, "a block already carries a hash"
+        self._insert(hashes, first, blocks, before)
+
+    def _insert(self, hashes: HashChain, first: int, blocks: Int32Array, before: int) -> None:
         layer, run, position = self._behind(hashes, first, before)
         at, end = first, first + len(blocks)
         while at < end:
@@ -181,22 +185,30 @@ class RunPrefixIndex:
             position += count
 
     def insert_each(
-        self, chains: Sequence[HashChain], entries: Sequence[int], blocks: Sequence[int], before: Sequence[int]
+        self, chains: Sequence[HashChain], first: Int64Array, counts: Int64Array, blocks: Int32Array, before: Int32Array
     ) -> None:
-        """One block of each of many sequences, in that order: ``blocks[i]`` holds ``chains[i][entries[i]]``."""
-        places, layers, heads = self._single, self._layers, self._heads
-        for hashes, entry, block, last in zip(chains, entries, blocks, before, strict=True):
-            place = places[last]
+        """`insert` for many sequences: the next ``counts[i]`` of ``blocks`` for ``chains[i]`` from ``first[i]`` on."""
+        assert np.count_nonzero(self._place.take(blocks)) == 0, "a block already carries a hash"
+        places, ends = self._place.take(before), counts.cumsum()
+        # Where they stand if all go on at the end of a layer; the others are put elsewhere below.
+        self._place.put(blocks, np.repeat(places + 1 - (ends - counts), counts) + np.arange(len(blocks)))
+        layers, heads, ids = self._layers, self._heads, blocks.tobytes()
+        arrays = (array.tolist() for array in (first, counts, ends, places, before))
+        for hashes, at, count, end, place, last in zip(chains, *arrays, strict=True):
             layer = layers[place >> _SHIFT] if place else None
-            key = hashes.item(entry)
-            if layer is not None and (run := layer.run).open_place == place and key not in heads:
-                assert not places[block], f"block {block} already carries a hash"
-                run.digests += key  # new content at the end of a run: nothing else can stand there
-                layer.blocks.append(block)
-                layer.alive += 1
-                run.open_place = places[block] = place + 1
+            key = hashes.item(at)
+            if (
+                layer is not None
+                and (run := layer.run).open_place == place
+                and key not in heads
+                and (count == 1 or self._new_until(hashes, at, at + count) == at + count)
+            ):
+                run.digests += key if count == 1 else hashes.joined(at, at + count)
+                layer.blocks.frombytes(ids[_ID_BYTES * (end - count) : _ID_BYTES * end])
+                layer.alive += count
+                run.open_place = place + count
             else:
-                self.insert(hashes, entry, np.asarray([block], dtype=np.int32), last)
+                self._insert(hashes, at, blocks[end - count : end], last)
 
     def _behind(self, hashes: HashChain, first: int, before: int) -> tuple[_Layer | None, _Run | None, int]:
         """Where content ``hashes[first]`` stands or would be appended: layer of block ``before``, run and position."""

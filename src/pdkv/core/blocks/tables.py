@@ -16,7 +16,7 @@ def without_null(blocks: Int32Array) -> Int32Array:
     return blocks if np.count_nonzero(blocks) == len(blocks) else blocks[blocks != NULL_BLOCK]
 
 
-_EMPTY_TABLE = (0, 0, 0, -1)  # its length, how much of it is hashed and dropped, its last state
+_EMPTY_TABLE = np.asarray([0, 0, 0, -1])  # its length, how much of it is hashed and dropped, its last state
 
 
 class TableStore:
@@ -48,11 +48,12 @@ class TableStore:
     def reserve(self, rows: int, width: int) -> None:
         """Room for ``rows`` tables of ``width`` entries; what is grown is at least doubled."""
         have, wide = self.blocks.shape
-        if rows > have or width > wide:
-            shape = max(rows, have), max(width, 2 * wide) if width > wide else wide
-            grown = np.zeros(shape, dtype=np.int32)
-            grown[:have, :wide] = self.blocks
-            self.blocks = grown
+        if rows <= have and width <= wide:
+            return
+        rows = max(rows, 2 * have) if rows > have else have
+        grown = np.zeros((rows, max(width, 2 * wide) if width > wide else wide), dtype=np.int32)
+        grown[:have, :wide] = self.blocks
+        self.blocks = grown
         if rows > have:
             more = TableStore(rows)._numbers
             more[:, :have] = self._numbers

@@ -102,7 +102,8 @@ class RunningSet(Sequence[Request]):
         self.prompt[column] = request.num_prompt
         self.end[column] = request.end_tokens(self._manager.max_request_tokens)
         self.decode_end[column] = 0 if request.new.produce else self.end[column]
-        self._stops.update(request.new.stop_token_ids)
+        if request.new.stop_token_ids:
+            self._stops.update(request.new.stop_token_ids)
 
     def remove(self, request: Request) -> None:
         """``request`` runs no longer. Its column may be another's from now on."""

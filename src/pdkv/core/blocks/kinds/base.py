@@ -290,7 +290,7 @@ class Kind:
             entries, blocks, before = entries[kept], blocks[kept], before[kept]
         if requests:
             chains = [request.hashes for request in requests]
-            self.pool.insert_each(self.group, chains, entries.tolist(), blocks, before.tolist())
+            self.pool.insert_each(self.group, chains, entries, np.ones_like(entries), blocks, before)
 
     def note_stored(self, request: Request, keys: list[bytes], entries: list[int], first: int, last: int) -> None:
         """Announce ``keys`` of table entries ``entries``, which lie in ``first:last``."""
