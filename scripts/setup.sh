@@ -9,16 +9,38 @@ log=$venv/setup.log
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 stage() { # stage TEXT COMMAND...: run it with its output in the log, print one line; on failure show the log's end
-    local text=$1 start=$SECONDS
+    local text=$1 start=$SECONDS failed=0
     shift
     printf '  %-58s' "$text"
-    if "$@" >>"$log" 2>&1 </dev/null; then
+    ticking 2>/dev/null & # a step may take minutes: something must move meanwhile
+    ticker=$!
+    disown
+    "$@" >>"$log" 2>&1 </dev/null || failed=1
+    stop_ticking
+    [ -t 1 ] && printf '\r  %-58s' "$text"
+    if [ "$failed" = 0 ]; then
         printf '%4d s\n' $((SECONDS - start))
     else
         printf 'failed\n'
         return 1
     fi
 }
+
+ticking() { # the seconds so far on a terminal, else a dot now and then
+    if [ -t 1 ]; then
+        while sleep 1 >/dev/null 2>&1; do printf '\r  %-58s%4d s' "$text" $((SECONDS - start)); done
+    else
+        while sleep 15 >/dev/null 2>&1; do printf '.'; done
+    fi
+}
+
+ticker=
+stop_ticking() {
+    [ -n "$ticker" ] || return 0
+    kill "$ticker" 2>/dev/null || true
+    ticker=
+}
+trap stop_ticking EXIT
 
 need() { # a stage that everything after it needs
     stage "$@" || {
@@ -59,7 +81,7 @@ PY
 has_module() { "$venv/bin/python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$1') is None)" 2>/dev/null; }
 
 python=$(find_python)
-echo "Setting up $venv ($("$python" --version), once; a few minutes)"
+echo "Setting up $venv ($("$python" --version), once; a few minutes; what each step says is in $log)"
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # missing, or its making was interrupted
     "$python" -m venv --clear "$venv" || { echo "python -m venv failed (Debian/Ubuntu: apt install python3-venv)" >&2; exit 1; }
 fi

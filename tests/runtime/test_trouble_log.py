@@ -48,6 +48,16 @@ def test_one_line_a_second_for_one_cause(troubles: TroubleLog, caplog: pytest.Lo
     assert caplog.messages[2:] == ["the KV of 'z' was not loaded: slot 1 names another lease"]
 
 
+def test_a_cause_that_goes_on_is_told_less_and_less_often(
+    troubles: TroubleLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    for second in range(600):
+        troubles.take((failed(f"r{second}", "the dtypes differ"),), second * S)
+        troubles.tick(second * S)
+    assert 10 <= len(caplog.messages) <= 20
+    assert "59 more like it" in caplog.messages[-1]
+
+
 def test_invented_causes_do_not_flood_it(troubles: TroubleLog, caplog: pytest.LogCaptureFixture) -> None:
     for i in range(1000):
         troubles.take((failed("r", "x" * i),), 0)

@@ -85,6 +85,29 @@ def test_bad_completions(changes: dict[str, Any], status: int, says: str) -> Non
     assert not instance.requests
 
 
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"prompt": "x" * 500, "max_tokens": 100}, "max_tokens"),
+        ({"prompt": [1, 99999]}, "prompt"),
+        ({"kv_transfer_params": {"do_remote_decode": "yes"}}, "kv_transfer_params"),
+        ({"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": True}}, "kv_transfer_params"),
+    ],
+)
+def test_an_error_names_its_field(changes: dict[str, Any], param: str) -> None:
+    assert post(FakeInstance(), COMPLETIONS, ask(**changes)).json()["error"]["param"] == param
+
+
+def test_a_grant_that_comes_back_to_its_giver_says_so() -> None:
+    giver = FakeInstance(engine_id=GOOD_PARAMS["remote_engine_id"])
+    response = post(giver, COMPLETIONS, ask(kv_transfer_params=GOOD_PARAMS))
+    assert response.status_code == 400
+    assert "this grant is my own" in response.json()["error"]["message"]
+    assert not giver.requests
+
+
 @pytest.mark.parametrize(("path", "field"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
 def test_text_of_any_length_for_few_tokens_is_refused_untokenised(path: str, field: str) -> None:
     """A tokenizer that makes one token of any run of unknown characters, as SentencePiece's do: there is no bound."""

@@ -65,6 +65,27 @@ def test_params_of_the_client_are_stripped() -> None:
     assert "kv_transfer_params" not in d.seen[1]
 
 
+@pytest.mark.parametrize("params", ["x", 5, True, [PARAMS, "x"]])
+def test_params_that_are_none_are_refused_though_they_would_be_stripped(params: Any) -> None:
+    p = prefill()
+    error = post(router([p], [decode()]), {"prompt": "x", "kv_transfer_params": params})
+    assert error.status_code == 400
+    assert error.json()["error"]["param"] == "kv_transfer_params"
+    assert not p.seen
+
+
+def test_what_every_request_meets_is_not_logged_for_each(caplog: pytest.LogCaptureFixture) -> None:
+    app = router([prefill(down=True)], [decode()])
+
+    async def go() -> None:
+        async with client_of(app) as client:
+            for _ in range(20):
+                await client.post("/v1/completions", json={"prompt": "x"})
+
+    asyncio.run(go())
+    assert 1 <= sum("prefills itself" in record.message for record in caplog.records) <= 5
+
+
 def test_a_request_without_id_gets_the_same_one_on_both_legs() -> None:
     p, d = prefill(), decode()
     response = post(router([p], [d]), {"prompt": "x"})

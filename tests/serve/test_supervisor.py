@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -21,7 +22,7 @@ from tests.serve.dummy_supervisor import options, part
 from pdkv.errors import ConfigError
 from pdkv.serve.options import InstanceOptions
 from pdkv.serve.progress import PlainProgress, Progress, open_progress
-from pdkv.serve.supervisor import ChildDied, Cluster, Part, share_machine
+from pdkv.serve.supervisor import ChildDied, Cluster, Part, Stopped, share_machine
 from pdkv.serve.web import bind, serve_app, url_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def _children_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'src'}")
 
 
 def gone(pid: int) -> bool:
@@ -182,6 +183,15 @@ def test_binding() -> None:
         bind("203.0.113.9", 0)
 
 
+def test_a_stop_is_no_error_that_a_library_could_take_for_its_own() -> None:
+    """A GGUF reader, say, whose every exception means a broken file."""
+    with Cluster(options()) as cluster, pytest.raises(Stopped), cluster.interruptible():
+        try:
+            cluster.interrupt()
+        except Exception as error:
+            raise ConfigError("the file is broken") from error
+
+
 def test_a_port_is_one_s_own_from_the_moment_it_is_bound() -> None:
     with bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
@@ -208,6 +218,20 @@ def test_a_port_with_a_former_server_s_connections_is_free() -> None:
         plain.bind(("127.0.0.1", port))
     with bind("127.0.0.1", port), pytest.raises(ConfigError, match="in use"):
         bind("127.0.0.1", port)
+
+
+async def hangs_while_it_is_stopped(scope: Any, _receive: Any, _send: Any) -> None:
+    assert scope["type"] == "http"
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(3600)
+
+
+def test_a_stop_with_an_open_request_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with bind("127.0.0.1", 0) as sock:
+        asked = threading.Thread(target=ask_and_wait, args=(sock.getsockname()[1],))
+        assert serve_app(hangs_while_it_is_stopped, sock, on_ready=asked.start) == 0
+        asked.join(10)
+    assert "ERROR" not in capfd.readouterr().err
 
 
 def ask_and_wait(port: int) -> None:
@@ -263,7 +287,7 @@ def pids_of(facts: dict[str, Any]) -> list[int]:
     return [own[key] for own in facts.values() for key in ("pid", "grandchild") if key in own]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT])
 def test_a_signal_stops_all_of_it(supervised: Any, number: int) -> None:
     process, facts = supervised("ready", "stubborn", "ready")
     process.send_signal(number)

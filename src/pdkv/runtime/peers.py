@@ -105,7 +105,7 @@ class Peers:
             link.handshake, link.reply = Handshake.DONE, answer
             self._settled.append((link, None))
             return
-        log.info("%s refused: %s", name_of(link.peer), reason)  # the read that fails of it is warned of
+        log.debug("%s refused: %s", name_of(link.peer), reason)  # the read that fails of it is warned of
         self.stats.refused_ns, self.stats.refused_because = now_ns, f"{name_of(link.peer)} refused: {reason}"
         self._in_vain(link, Handshake.REFUSED, f"{name_of(link.peer)} refused the handshake: {reason}")
 

@@ -11,7 +11,8 @@ from pdkv.core.ports import Event, LeaseReleased, LoadFailed
 from pdkv.runtime.shown import REASON_CHARS, quoted, readable
 from pdkv.units import NS_PER_S
 
-_QUIET_NS = NS_PER_S  # between two lines of one cause
+_QUIET_NS = NS_PER_S  # between two lines of one cause, at first
+_MOST_QUIET_NS = 60 * NS_PER_S
 _MAX_CAUSES = 64  # told apart at a time; a peer may invent as many as it likes
 _NUMBER = re.compile(r"\d+")
 
@@ -21,12 +22,14 @@ class _Told:
     at_ns: int
     line: str  # of the last one that was not logged
     suppressed: int = 0
+    quiet_ns: int = _QUIET_NS
 
 
 class TroubleLog:
     """Logs every failed load and every lease that expired unread; at most one line a second for each cause.
 
-    Causes that differ in numbers only (slots, leases) are one. What was not logged is counted in the next line.
+    A cause that goes on is told less and less often, down to once a minute. Causes that differ in numbers only (slots,
+    leases) are one. What was not logged is counted in the next line.
     Used by the engine's thread only; clocks are the instance's own.
     """
 
@@ -41,25 +44,27 @@ class TroubleLog:
                 case LoadFailed(cause=cause):
                     cause = readable(cause, REASON_CHARS)
                     line = f"the KV of {quoted(event.request_id)} was not loaded: {cause}"
-                    self._tell(f"load {_NUMBER.sub('#', cause)}", line, now_ns)
+                    self.tell(f"load {cause}", line, now_ns)
                 case LeaseReleased(expired=True):
                     line = (
                         f"lease {event.lease_id} of {quoted(event.request_id)} expired: nobody said that the "
                         f"{event.blocks} blocks had been read, and no heartbeat came"
                     )
-                    self._tell("expired", line, now_ns)
+                    self.tell("expired", line, now_ns)
 
     def tick(self, now_ns: int) -> None:
-        """Log what was held back, once its second is over."""
+        """Log what was held back, once its time is over."""
         for key, told in list(self._told.items()):
-            if now_ns - told.at_ns < _QUIET_NS:
+            if now_ns - told.at_ns < told.quiet_ns:
                 continue
             if told.suppressed:
                 self._warn(told, now_ns)
             else:
                 del self._told[key]
 
-    def _tell(self, key: str, line: str, now_ns: int) -> None:
+    def tell(self, cause: str, line: str, now_ns: int) -> None:
+        """Warn with ``line``, now or counted in a later one of its ``cause``."""
+        key = _NUMBER.sub("#", cause)
         told = self._told.get(key)
         if told is None and len(self._told) >= _MAX_CAUSES:
             key, told = "others", self._told.get("others")
@@ -69,7 +74,7 @@ class TroubleLog:
             return
         told.line = line
         told.suppressed += 1
-        if now_ns - told.at_ns >= _QUIET_NS:
+        if now_ns - told.at_ns >= told.quiet_ns:
             self._warn(told, now_ns)
 
     def _warn(self, told: _Told, now_ns: int) -> None:
@@ -77,3 +82,4 @@ class TroubleLog:
         more = f" (and {told.suppressed - 1} more like it)" if told.suppressed > 1 else ""
         self._log.warning("%s%s", told.line, more)
         told.at_ns, told.suppressed = now_ns, 0
+        told.quiet_ns = min(2 * told.quiet_ns, _MOST_QUIET_NS)

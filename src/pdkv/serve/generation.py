@@ -95,6 +95,12 @@ class Frontend:
         """``generation`` with the peers' host names looked up."""
 
         async def one(transfer: TransferRequest) -> TransferRequest:
+            offer = transfer.source or transfer.awaited
+            if offer is not None and offer.peer.engine_id == self.instance.info.engine_id:
+                raise BadRequest(
+                    "kv_transfer_params: this grant is my own, it came from this instance; send the request to a "
+                    "decode instance (in the router: is one URL under both --prefill and --decode?)"
+                )
             if transfer.source is not None:
                 return TransferRequest(source=await self._names.resolve(transfer.source))
             if transfer.awaited is not None:

@@ -16,9 +16,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from pdkv.errors import BadRequest, DoesNotFit, PdkvError
-from pdkv.serve.openai import ApiError
+from pdkv.serve.openai import ApiError, ChatRequest, CompletionRequest
 
 MAX_BODY_BYTES = 64 << 20
+_FIELD = re.compile(r"(\w+)(?:\.\w+)*(?:: | = | must )")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 Receive = Callable[[], Awaitable[Any]]
@@ -73,10 +74,16 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, DoesNotFit):
         return ApiError(400, str(error), code="does_not_fit")
     if isinstance(error, BadRequest):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), param=field_of(str(error)))
     if isinstance(error, PdkvError):
         return ApiError(500, str(error))
     return ApiError(500, f"internal error: {type(error).__name__}: {error}")
+
+
+def field_of(message: str) -> str | None:
+    """The field of a request that ``message`` is about: such messages begin with its name."""
+    match = _FIELD.match(message)
+    return match[1] if match and match[1] in CompletionRequest.model_fields | ChatRequest.model_fields else None
 
 
 def error_response(error: Exception, headers: dict[str, str] | None = None) -> JsonResponse:

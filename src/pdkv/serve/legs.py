@@ -18,6 +18,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.responses import Response
 
+from pdkv.runtime.trouble_log import TroubleLog
 from pdkv.serve.backends import Backend, Silent, Unreachable, Watch, open_response
 from pdkv.serve.fleet import error_text, passed_on
 from pdkv.serve.http import StreamResponse
@@ -91,6 +92,7 @@ class Legs:
         self._options = options
         self._client = client
         self._metrics = metrics
+        self._troubles = TroubleLog(LOG)
         self.on_prefill, self.on_decode = on_prefill, on_decode
 
     async def prefill(self, backend: Backend, call: Call, params: Any) -> PrefillResult:
@@ -157,7 +159,8 @@ class Legs:
 
     async def decode_alone(self, call: Call, because: str) -> Response:
         """D's answer to a prompt that it computes itself."""
-        LOG.warning("%s: the decode instance prefills itself: %s", call.request_id, because)
+        line = f"{call.request_id}: the decode instance prefills itself: {because}"
+        self._troubles.tell(because, line, time.monotonic_ns())
         self._metrics.local.inc()
         return await self.decode(call, None)
 

@@ -116,6 +116,14 @@ def grant_to_params(grant: Grant, *, engine_id: str, request_id: str, host: str,
     }
 
 
+def check_form(params: object) -> None:
+    """Raises `BadRequest` unless ``params`` are null, an object, or a list of these: for who strips them unread."""
+    if not all(item is None or isinstance(item, dict) for item in (params if isinstance(params, list) else [params])):
+        raise BadRequest(
+            f"kv_transfer_params: an object, or a list of one for each prompt, got {readable(repr(params))}"
+        )
+
+
 def parse_params(params: Mapping[str, Any] | None) -> TransferRequest:
     """What ``params`` ask for; null, or neither flag set, is an ordinary request; unknown keys are ignored.
 

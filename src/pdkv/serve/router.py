@@ -20,6 +20,7 @@ import httpx
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from pdkv.errors import BadRequest
 from pdkv.serve.backends import Pool, make_client
 from pdkv.serve.drains import Drains
 from pdkv.serve.fleet import Fleet
@@ -28,7 +29,7 @@ from pdkv.serve.legs import NOT_FORWARDED, Call, LegFailed, Legs, RouterMetrics
 from pdkv.serve.many_prompts import ManyPrompts, prompts_to_split
 from pdkv.serve.openai import ApiError
 from pdkv.serve.options import RouterOptions
-from pdkv.serve.params import PREFILL_LEG
+from pdkv.serve.params import PREFILL_LEG, check_form
 from pdkv.serve.placement import Placement, Prompt, keep_asking
 from pdkv.serve.push_legs import PushLegs
 from pdkv.serve.strict_json import parse_json
@@ -72,7 +73,7 @@ class Router:
         try:
             body = parse_json(await read_body(request))
             response = await until_disconnect(request.receive, self._answer(request, body, request_id))
-        except ApiError as error:
+        except (ApiError, BadRequest) as error:
             response = error_response(error, {"x-request-id": request_id})
         self._metrics.requests.labels(status=str(response.status_code)).inc()
         return response
@@ -86,7 +87,7 @@ class Router:
     async def _both_legs(self, request: Request, body: dict[str, Any], request_id: str) -> Response:
         headers = {k: v for k, v in request.headers.items() if k not in NOT_FORWARDED}
         headers |= {"x-request-id": request_id, "accept-encoding": "identity", "content-type": "application/json"}
-        body.pop("kv_transfer_params", None)
+        check_form(body.pop("kv_transfer_params", None))
         call = Call(request_id, request.url.path, body, headers, Prompt.of(body))
         return await (self._push.answer(call) if self._push is not None else self._pull(call))
 

@@ -35,8 +35,8 @@ class ChildDied(PdkvError):
     """A child process ended without being told to; the text names it and shows its last log lines."""
 
 
-class Stopped(Exception):
-    """SIGINT or SIGTERM came."""
+class Stopped(BaseException):
+    """SIGINT or SIGTERM came. No `Exception`: code that turns whatever goes wrong into an error must let it pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +250,12 @@ def share_machine(
 
 @contextmanager
 def interrupted_by_signals(cluster: Cluster) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP interrupt ``cluster`` instead of ending this process without its clean-up."""
+    """SIGINT, SIGTERM, SIGHUP and SIGQUIT interrupt ``cluster`` instead of ending this process without its clean-up."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         cluster.interrupt()
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield

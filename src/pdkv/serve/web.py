@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -89,6 +90,11 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
+def _no_error(record: logging.LogRecord) -> bool:
+    """Requests that a stop cancels are answered (`EndsInOrder`): nothing went wrong that uvicorn need report."""
+    return not record.getMessage().startswith("Cancel ")
+
+
 @contextlib.contextmanager
 def _signals_only_end_uvicorn() -> Iterator[None]:
     """uvicorn raises the signal that stopped it once more when it is done; our own clean-up must still run then."""
@@ -122,6 +128,7 @@ def serve_app(
         timeout_keep_alive=75,
         ws="none",
     )
+    logging.getLogger("uvicorn.error").addFilter(_no_error)
     server = _Server(config, on_ready, broken)
     # For the next server: connections that linger after this one do not keep it from the port. Set only now, as it
     # would let others bind to the port while nobody listens.

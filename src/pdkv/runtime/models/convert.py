@@ -9,6 +9,7 @@ rename, so a half-written one is never seen.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.util
 import io
@@ -85,9 +86,10 @@ def converted_directory(gguf: Path, *, convert: Converter | None = None) -> Path
             if not target.is_dir():
                 _convert_into(gguf, target, convert or write_safetensors)
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise ConfigError(
             f"cannot write the converted weights of {gguf.name} to {root}: {error.strerror or error}; "
-            f"free some space or set PDKV_CACHE to another directory"
+            f"{'free some space or ' if full else ''}set PDKV_CACHE to another directory"
         ) from error
     return target
 
