@@ -478,6 +478,7 @@ def test_auto_falls_back_when_nixl_cannot_start(monkeypatch: pytest.MonkeyPatch)
     half = Half("p", transport="auto").start()
     try:
         assert half.control.transport == "shm"
+        assert "UCX" in (half.control.without_nixl or "")
     finally:
         half.close()
 

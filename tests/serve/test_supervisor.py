@@ -192,6 +192,28 @@ def test_a_stop_is_no_error_that_a_library_could_take_for_its_own() -> None:
             raise ConfigError("the file is broken") from error
 
 
+def test_a_start_without_nixl_says_why() -> None:
+    with Cluster(options()) as cluster:
+        cluster.facts = {"prefill": {"without_nixl": "no UCX transport 'bogus'"}, "decode": {"without_nixl": None}}
+        (warning,) = cluster.warnings()
+    assert "prefill" in warning
+    assert "no UCX transport 'bogus'" in warning
+
+
+def test_brief_progress_leaves_out_what_is_only_worth_a_log() -> None:
+    said = {brief: io.StringIO() for brief in (False, True)}
+    for brief, stream in said.items():
+        with open_progress(stream, brief=brief) as progress:
+            progress.update("decode", "loading smollm2 ...")
+            progress.update("decode", "KV cache size: 2,048 tokens")
+            progress.done("decode", "ready")
+    assert [line.split("decode: ")[1] for line in said[True].getvalue().splitlines()] == [
+        "loading smollm2 ...",
+        "ready",
+    ]
+    assert "KV cache size" in said[False].getvalue()
+
+
 def test_a_port_is_one_s_own_from_the_moment_it_is_bound() -> None:
     with bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]

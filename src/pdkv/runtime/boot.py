@@ -53,7 +53,7 @@ def start_instance(
     files = check(settings)
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     baseline = MemoryBaseline.take(device)
-    say(f"loading {settings.model}")
+    say(f"loading {settings.model} ...")
     model = load_model(files, device, settings.dtype, settings.weight_storage)
     say(f"loaded {model.name}: {format_bytes(model.weights_bytes)} of weights in {model.dtype} on {model.device}")
     layout = model_layout(model, settings.block_size)
@@ -207,7 +207,9 @@ def _assemble(
     )
     made.append(instance)
     control.start()
-    instance.info = dataclasses.replace(info, transport=control.transport, side_channel_port=control.port)
+    instance.info = dataclasses.replace(
+        info, transport=control.transport, side_channel_port=control.port, without_nixl=control.without_nixl
+    )
     instance.start()
     return instance
 

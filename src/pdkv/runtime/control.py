@@ -173,6 +173,11 @@ class Control:
         return self._stats.copy()
 
     @property
+    def without_nixl(self) -> str | None:
+        """Why NIXL, which was tried first, could not start; None when it did or was not tried."""
+        return self._mover.without_nixl
+
+    @property
     def mover_pid(self) -> int | None:
         """Process id of the mover of now; None while there is none, or when it is a thread."""
         return self._mover.pid

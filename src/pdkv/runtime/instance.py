@@ -46,7 +46,10 @@ _STOP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceInfo:
-    """Facts of a started instance that never change. Bytes are per rank; ``transport`` is what moves KV."""
+    """Facts of a started instance that never change. Bytes are per rank; ``transport`` is what moves KV.
+
+    ``without_nixl`` says why that is not NIXL, where NIXL was tried and could not start.
+    """
 
     role: str
     engine_id: str
@@ -59,6 +62,7 @@ class InstanceInfo:
     side_channel_host: str
     side_channel_port: int
     memory_profile: MemoryProfile | None
+    without_nixl: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

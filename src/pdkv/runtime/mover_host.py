@@ -51,6 +51,7 @@ class MoverHost:
         self._now_ns = now_ns
         self._mover: MoverChannel | None = None
         self._transport = "shm"
+        self.without_nixl: str | None = None  # why, where it was asked for first
         self._nixl: NixlOffer | None = None
         self._retry_at_ns: int | None = None
         self._retry_ns = _FIRST_RETRY_NS
@@ -81,6 +82,7 @@ class MoverHost:
         self._transport = transport
         reason = self._begin_once(closing)
         if reason is not None and transport == "nixl" and fallback:
+            self.without_nixl = reason
             log.warning("NIXL cannot start (%s): using shared memory, which reaches this host only", reason)
             self._transport = "shm"
             reason = self._begin_once(closing)

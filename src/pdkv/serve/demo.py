@@ -135,7 +135,10 @@ def ask(client: httpx.Client, console: Console, name: str, system: str, question
 
 def requests_table(rows: list[Measured]) -> Table:
     """What each request cost."""
-    table = Table(title="Requests", title_justify="left", box=box.SIMPLE_HEAVY)
+    table = Table(title="Requests", title_justify="left", box=box.SIMPLE_HEAVY, caption_justify="left")
+    table.caption = (
+        "reused on D: tokens whose KV D had in its prefix cache, from an earlier prompt; only the rest moved"
+    )
     table.add_column("prompt", no_wrap=True)
     heads = (
         "prompt\ntokens",
@@ -225,8 +228,10 @@ def run() -> int:
     began = time.monotonic()
 
     def demonstrate(cluster: Cluster) -> None:
-        with open_progress(sys.stderr) as progress:
+        with open_progress(sys.stderr, brief=True) as progress:
             line = cluster.start(progress)
+        for warning in cluster.warnings():
+            sys.stderr.write(f"pdkv: {warning}\n")
         console.print(line, highlight=False, soft_wrap=True)
         url = cluster.facts["router"]["url"]
         with cluster.interruptible():

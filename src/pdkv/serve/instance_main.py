@@ -75,6 +75,7 @@ def ready_facts(info: Any, url: str) -> dict[str, Any]:
         "engine_id": info.engine_id,
         "model": info.model_name,
         "transport": info.transport,
+        "without_nixl": info.without_nixl,
         "num_blocks": info.num_blocks,
         "block_size": info.block_size,
         "bytes_per_block": info.bytes_per_block,

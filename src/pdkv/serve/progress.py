@@ -19,18 +19,25 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """One line per report, with the seconds since the start."""
+    """One line per report, with the seconds since the start.
 
-    def __init__(self, stream: TextIO) -> None:
+    ``brief``: only what takes time (reports of that end in "...") and the end of each part; the log has the rest.
+    """
+
+    def __init__(self, stream: TextIO, *, brief: bool = False) -> None:
         self._stream = stream
+        self._brief = brief
         self._start = time.monotonic()
 
     def update(self, part: str, text: str) -> None:
         """Print it."""
+        if not self._brief or text.endswith("..."):
+            self.done(part, text)
+
+    def done(self, part: str, text: str) -> None:
+        """Print it."""
         self._stream.write(f"[{time.monotonic() - self._start:5.1f} s] {part}: {text}\n")
         self._stream.flush()
-
-    done = update
 
 
 class TerminalProgress(Progress):
@@ -53,10 +60,10 @@ class TerminalProgress(Progress):
 
 
 @contextmanager
-def open_progress(stream: TextIO) -> Iterator[Progress]:
-    """Bars when ``stream`` is a terminal, else plain lines."""
+def open_progress(stream: TextIO, *, brief: bool = False) -> Iterator[Progress]:
+    """Bars when ``stream`` is a terminal, else plain lines (all, or the ``brief`` ones)."""
     if not stream.isatty():
-        yield PlainProgress(stream)
+        yield PlainProgress(stream, brief=brief)
         return
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn

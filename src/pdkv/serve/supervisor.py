@@ -182,6 +182,14 @@ class Cluster:
             f"prefill_blocks={prefill['num_blocks']} decode_blocks={decode['num_blocks']}"
         )
 
+    def warnings(self) -> list[str]:
+        """What a person should know of a start that went well, for the terminal."""
+        return [
+            f"the {name} instance uses shared memory, which reaches this host only: NIXL cannot start ({reason})"
+            for name, facts in self.facts.items()
+            if (reason := facts.get("without_nixl")) is not None
+        ]
+
     # -------------------------------------------------------------------------------------------------------- running
 
     def wait(self) -> None:
@@ -293,6 +301,8 @@ def run(options: ServeOptions) -> int:
             line = cluster.start(progress)
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
+        for warning in cluster.warnings():
+            sys.stderr.write(f"pdkv: {warning}\n")
         sys.stderr.write(f"pdkv: logs are in {cluster.log_dir}; Ctrl-C stops everything\n")
         cluster.wait()
 
