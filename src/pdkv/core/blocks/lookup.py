@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pdkv.core.blocks.groups import FullGroup, StateGroup, is_cacheable
 from pdkv.core.blocks.hashing import HashChain
-from pdkv.core.blocks.holders import Hit
+from pdkv.core.blocks.holders import Hit, no_hit
 from pdkv.core.blocks.kinds.base import EMPTY, JointIndex, Kind
 from pdkv.core.ports import Int32Array
 from pdkv.units import cdiv
@@ -35,6 +35,7 @@ class PrefixLookup:
             if is_cacheable(kind.spec):
                 alike.setdefault(kind.spec, []).append(kind)
         self._num_groups = len(kinds)
+        self._nothing = no_hit(len(kinds))
         self._parts = [
             _Alike(
                 same[0],
@@ -56,7 +57,7 @@ class PrefixLookup:
         if self._alike:
             part = self._parts[0]
             blocks, tokens = part.kind.find(part.cached, hashes, max_tokens, drop=part.drops)
-            return Hit(tokens, tuple(blocks))
+            return Hit(tokens, tuple(blocks)) if tokens else self._nothing
         tokens, longest = max_tokens, 0
         looked: set[int] = set()
         dropped: set[int] = set()  # parts that have lost their end for the candidate length: once is enough

@@ -28,7 +28,9 @@ class FullKind(Kind):
         tokens = len(blocks[0]) * size
         if sizes.hit_tokens < size:
             blocks, tokens = self._into_next_block(cached, hashes, max_tokens, blocks, tokens)
-        if drop and tokens:
+        if not tokens:
+            return blocks, 0
+        if drop:
             tokens -= min(sizes.hit_tokens, size)
         tokens -= tokens % sizes.hit_tokens
         return [found[: cdiv(tokens, size)] for found in blocks], tokens
