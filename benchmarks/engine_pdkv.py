@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from workload import CONTEXT_TOKENS, WORDS, Clock, DecodeWindow, answer_commands, make_prompt, rates
 
-from pdkv.core.ports import Event, Finished, FinishReason, NewRequest, TokenSampled
+from pdkv.core.events import Event, Finished, FinishReason, TokenSampled
+from pdkv.core.ports import NewRequest
 from pdkv.runtime.boot import start_instance
 from pdkv.runtime.instance import Update
 from pdkv.runtime.models.files import resolve_model

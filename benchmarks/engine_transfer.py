@@ -15,7 +15,8 @@ from nixl_target import NixlEnd
 from transfer_half import Half, empty_plan
 from workload import answer_commands
 
-from pdkv.core.ports import Keepalive, ReadEnded, RemoteSource
+from pdkv.core.ports import Keepalive, ReadEnded
+from pdkv.core.transfer.messages import RemoteSource
 
 _BLOCK_BYTES = 737_280  # 16 tokens of SmolLM2-135M in fp32: all layers, K and V
 _NUM_BLOCKS = 256

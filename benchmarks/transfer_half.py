@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 
 from pdkv.core.engine import Identity
-from pdkv.core.ports import Batch, Grant, Keepalive, Peer, Plan, PostRead, ReadEnded, RemoteSource
+from pdkv.core.ports import Batch, Keepalive, Plan, PostRead, ReadEnded
+from pdkv.core.transfer.messages import Grant, Peer, RemoteSource
 from pdkv.core.transfer.proof import lease_token, proof_key, prove
 from pdkv.errors import FenceLost
 from pdkv.runtime.control import Control, PeerIdentity, TransferMemory

@@ -14,22 +14,9 @@ from tests.conformance.rows import Row, expect, group_of, sampled_token, waterma
 
 from pdkv.core.config import VLLM, EngineConfig
 from pdkv.core.engine import Engine, Identity
-from pdkv.core.ports import (
-    Abort,
-    Admitted,
-    Finished,
-    FinishReason,
-    Grant,
-    InboxItem,
-    LoadStarted,
-    NewRequest,
-    Outputs,
-    Peer,
-    Plan,
-    Preempted,
-    ReadEnded,
-    RemoteSource,
-)
+from pdkv.core.events import Admitted, Finished, FinishReason, LoadStarted, Preempted
+from pdkv.core.ports import Abort, InboxItem, NewRequest, Outputs, Plan, ReadEnded
+from pdkv.core.transfer.messages import Grant, Peer, RemoteSource
 
 _NONCE = 5
 

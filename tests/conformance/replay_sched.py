@@ -10,7 +10,8 @@ from tests.conformance.rows import Row, expect, group_of, sampled_token, waterma
 from pdkv.core.blocks.extra_keys import LoraAdapter
 from pdkv.core.config import VLLM, EngineConfig
 from pdkv.core.engine import Engine, Identity
-from pdkv.core.ports import Abort, Finished, Int32Array, NewRequest, Outputs, Preempted
+from pdkv.core.events import Finished, Preempted
+from pdkv.core.ports import Abort, Int32Array, NewRequest, Outputs
 from pdkv.core.speculation import Speculation
 
 

@@ -10,21 +10,9 @@ import numpy as np
 
 from pdkv.core.config import EngineConfig
 from pdkv.core.engine import Engine, Identity
-from pdkv.core.ports import (
-    Batch,
-    Event,
-    Finished,
-    Grant,
-    InboxItem,
-    Int32Array,
-    NewRequest,
-    Outputs,
-    Peer,
-    Plan,
-    ReadEnded,
-    RemoteSource,
-    TokenSampled,
-)
+from pdkv.core.events import Event, Finished, TokenSampled
+from pdkv.core.ports import Batch, InboxItem, Int32Array, NewRequest, Outputs, Plan, ReadEnded
+from pdkv.core.transfer.messages import Grant, Peer, RemoteSource
 
 NS = 1_000_000_000
 PEER = Peer("P", "127.0.0.1", 5600)

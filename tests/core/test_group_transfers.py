@@ -24,20 +24,10 @@ from pdkv.core.blocks.groups import (
 )
 from pdkv.core.config import STRICT, VLLM, TransferPolicy
 from pdkv.core.engine import Engine
-from pdkv.core.ports import (
-    Abort,
-    Event,
-    Finished,
-    FromConsumer,
-    Grant,
-    InboxItem,
-    LoadFinished,
-    NewRequest,
-    Plan,
-    ReadEnded,
-    RemoteSource,
-)
+from pdkv.core.events import Event, Finished, LoadFinished
+from pdkv.core.ports import Abort, FromConsumer, InboxItem, NewRequest, Plan, ReadEnded
 from pdkv.core.scheduler.request import Status
+from pdkv.core.transfer.messages import Grant, RemoteSource
 from pdkv.errors import BadRequest
 
 FULL = FullGroup(block_size=4)

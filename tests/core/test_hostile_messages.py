@@ -25,19 +25,16 @@ from tests.core.helpers import (
 )
 
 from pdkv.core.engine import Engine
-from pdkv.core.ports import (
+from pdkv.core.ports import FromConsumer, FromProducer, NewRequest, Reply
+from pdkv.core.transfer.messages import (
     Announce,
     Awaited,
     Done,
-    FromConsumer,
-    FromProducer,
     Gone,
     Grant,
     Heartbeat,
-    NewRequest,
     Peer,
     Register,
-    Reply,
     ToProducer,
     Withdraw,
 )

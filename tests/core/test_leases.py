@@ -9,22 +9,10 @@ import pytest
 from tests.core.helpers import NS, assert_all_free, counting_prompt, make_engine, new_request, step
 
 from pdkv.core.engine import Engine
-from pdkv.core.ports import (
-    Abort,
-    Done,
-    Event,
-    Finished,
-    FinishReason,
-    FromConsumer,
-    Grant,
-    Heartbeat,
-    InboxItem,
-    LeaseReleased,
-    LeaseRenewed,
-    NewRequest,
-    Outputs,
-)
+from pdkv.core.events import Event, Finished, FinishReason, LeaseReleased, LeaseRenewed
+from pdkv.core.ports import Abort, FromConsumer, InboxItem, NewRequest, Outputs
 from pdkv.core.transfer.lease import LeaseSlots
+from pdkv.core.transfer.messages import Done, Grant, Heartbeat
 from pdkv.core.transfer.proof import digest_tokens, is_proved, lease_token, proof_key
 
 

@@ -20,7 +20,8 @@ from tests.core.helpers import (
 
 from pdkv.core.config import STRICT, VLLM
 from pdkv.core.engine import Engine
-from pdkv.core.ports import Abort, Event, InboxItem, NewRequest, Outputs, Plan, Preempted
+from pdkv.core.events import Event, Preempted
+from pdkv.core.ports import Abort, InboxItem, NewRequest, Outputs, Plan
 
 
 def workload(seed: int, *, aborts: bool) -> tuple[dict[str, Any], list[tuple[int, InboxItem]]]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdkv.core.ports import Grant
+from pdkv.core.transfer.messages import Grant
 from pdkv.core.transfer.proof import digest_tokens, is_proved, lease_token, proof_key, prove
 
 KEY = proof_key(b"s" * 32)

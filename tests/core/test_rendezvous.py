@@ -10,26 +10,9 @@ from tests.core.helpers import assert_all_free, counting_prompt, finished_of, ma
 
 from pdkv.core.config import STRICT, VLLM
 from pdkv.core.engine import Engine
-from pdkv.core.ports import (
-    Abort,
-    Announce,
-    Announced,
-    Awaited,
-    Decline,
-    FromConsumer,
-    FromProducer,
-    Gone,
-    Keepalive,
-    LoadFailed,
-    NewRequest,
-    Peer,
-    PeerLost,
-    Plan,
-    Register,
-    Reply,
-    ToProducer,
-    Withdraw,
-)
+from pdkv.core.events import Announced, LoadFailed
+from pdkv.core.ports import Abort, Decline, FromConsumer, FromProducer, Keepalive, NewRequest, PeerLost, Plan, Reply
+from pdkv.core.transfer.messages import Announce, Awaited, Gone, Peer, Register, ToProducer, Withdraw
 from pdkv.core.transfer.rendezvous import Announcements
 
 NS = 1_000_000_000

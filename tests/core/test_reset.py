@@ -15,7 +15,7 @@ from tests.core.helpers import (
 )
 
 from pdkv.core.blocks.kv_events import AllBlocksCleared
-from pdkv.core.ports import Preempted
+from pdkv.core.events import Preempted
 from pdkv.errors import BlocksInUse
 
 

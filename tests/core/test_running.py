@@ -17,7 +17,8 @@ from pdkv.core.blocks import growth
 from pdkv.core.blocks.groups import FullGroup, WindowGroup
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.engine import Engine
-from pdkv.core.ports import Abort, InboxItem, NewRequest, Outputs, Plan, Preempted
+from pdkv.core.events import Preempted
+from pdkv.core.ports import Abort, InboxItem, NewRequest, Outputs, Plan
 from pdkv.core.scheduler.running import RunningSet
 
 CASES = GROUPS | {"full": ((FullGroup(block_size=4),), None)}

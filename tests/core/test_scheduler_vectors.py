@@ -11,7 +11,8 @@ from tests.core.helpers import counting_prompt, failed, make_engine, new_request
 
 from pdkv.core.config import VLLM
 from pdkv.core.engine import Engine
-from pdkv.core.ports import Abort, Finished, FinishReason, LoadFailed, Outputs, Plan, Preempted, ReadEnded
+from pdkv.core.events import Finished, FinishReason, LoadFailed, Preempted
+from pdkv.core.ports import Abort, Outputs, Plan, ReadEnded
 from pdkv.core.scheduler.request import Status
 
 

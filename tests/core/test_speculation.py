@@ -13,7 +13,8 @@ from tests.core.helpers import make_engine, new_request, next_token, prefix_tags
 from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Group, RingGroup, StateGroup, WindowGroup
 from pdkv.core.config import EngineConfig
 from pdkv.core.engine import Engine
-from pdkv.core.ports import Batch, Event, Finished, NewRequest, Outputs, Plan, Preempted
+from pdkv.core.events import Event, Finished, Preempted
+from pdkv.core.ports import Batch, NewRequest, Outputs, Plan
 from pdkv.core.speculation import Speculation
 from pdkv.errors import ConfigError
 

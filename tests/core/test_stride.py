@@ -13,7 +13,8 @@ from tests.core.test_groups_engine import GROUPS, random_request
 from tests.core.test_outstanding import workload
 
 from pdkv.core.engine import Engine
-from pdkv.core.ports import Admitted, Finished, InboxItem, NewRequest, Preempted
+from pdkv.core.events import Admitted, Finished, Preempted
+from pdkv.core.ports import InboxItem, NewRequest
 
 
 def snapshot(engine: Engine) -> dict[str, Any]:

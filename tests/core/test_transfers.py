@@ -22,22 +22,9 @@ from tests.core.helpers import (
 
 from pdkv.core.config import STRICT, VLLM
 from pdkv.core.engine import Engine
-from pdkv.core.ports import (
-    Abort,
-    Admitted,
-    Decline,
-    Done,
-    Fenced,
-    FinishReason,
-    LoadFailed,
-    LoadFinished,
-    MoverRestarted,
-    NewRequest,
-    Plan,
-    Preempted,
-    Quarantined,
-    ReadEnded,
-)
+from pdkv.core.events import Admitted, Fenced, FinishReason, LoadFailed, LoadFinished, Preempted, Quarantined
+from pdkv.core.ports import Abort, Decline, MoverRestarted, NewRequest, Plan, ReadEnded
+from pdkv.core.transfer.messages import Done
 
 
 def loading(name: str = "r", length: int = 20, lease_id: int = 1, **more: Any) -> NewRequest:

@@ -11,7 +11,7 @@ from tests.core.helpers import assert_all_free, finished_of, make_engine, new_re
 
 from pdkv.core.blocks.groups import CrossGroup, FullGroup
 from pdkv.core.config import STRICT, EngineConfig
-from pdkv.core.ports import FinishReason, Preempted
+from pdkv.core.events import FinishReason, Preempted
 from pdkv.errors import BadRequest, ConfigError, DoesNotFit
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from pdkv.core.ports import Event, Finished, NewRequest, Peer, RemoteSource, TokenSampled
+from pdkv.core.events import Event, Finished, TokenSampled
+from pdkv.core.ports import NewRequest
+from pdkv.core.transfer.messages import Peer, RemoteSource
 from pdkv.runtime import boot
 from pdkv.runtime.boot import start_instance
 from pdkv.runtime.instance import Instance, Update

@@ -16,16 +16,8 @@ import pytest
 from tests.e2e.harness import decode, idle_blocks, instance, prefill
 from tests.e2e.processes import until
 
-from pdkv.core.ports import (
-    Admitted,
-    Fenced,
-    FinishReason,
-    LoadFailed,
-    LoadFinished,
-    LoadStarted,
-    Quarantined,
-    RemoteSource,
-)
+from pdkv.core.events import Admitted, Fenced, FinishReason, LoadFailed, LoadFinished, LoadStarted, Quarantined
+from pdkv.core.transfer.messages import RemoteSource
 from pdkv.runtime.instance import Instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -21,7 +21,7 @@ import zmq
 from tests.e2e.processes import Part, tokens_of, until
 from tests.runtime.tiny import save_tiny
 
-from pdkv.core.ports import Done, Heartbeat, Register, Withdraw
+from pdkv.core.transfer.messages import Done, Heartbeat, Register, Withdraw
 from pdkv.runtime.wire import MAX_FRAME_BYTES, BadFrame, Hello, Open, decode_question, encode
 from pdkv.serve.params import push_legs, side_channel_of
 

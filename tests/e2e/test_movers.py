@@ -19,7 +19,9 @@ from tests.e2e.harness import Flight, array, decode, idle_blocks, instance, pref
 from tests.nixl_here import needs_nixl
 from tests.runtime.tiny import save_tiny
 
-from pdkv.core.ports import FinishReason, LoadFailed, LoadFinished, NewRequest, RemoteSource
+from pdkv.core.events import FinishReason, LoadFailed, LoadFinished
+from pdkv.core.ports import NewRequest
+from pdkv.core.transfer.messages import RemoteSource
 from pdkv.errors import ConfigError, FenceLost, PdkvError
 from pdkv.runtime import boot, mover_thread
 from pdkv.runtime.control import Control

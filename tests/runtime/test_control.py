@@ -16,7 +16,8 @@ import zmq
 from benchmarks.transfer_half import FACTS, Half
 from tests.nixl_here import HAS_NIXL, needs_nixl
 
-from pdkv.core.ports import Done, FromConsumer, Heartbeat, Keepalive, Peer, ReadEnded, RemoteSource, SendMessage
+from pdkv.core.ports import FromConsumer, Keepalive, ReadEnded, SendMessage
+from pdkv.core.transfer.messages import Done, Heartbeat, Peer, RemoteSource
 from pdkv.core.transfer.proof import proof_key
 from pdkv.errors import ConfigError
 from pdkv.runtime import peers as peers_module

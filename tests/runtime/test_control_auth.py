@@ -13,7 +13,8 @@ import pytest
 import zmq
 from benchmarks.transfer_half import FACTS, Half
 
-from pdkv.core.ports import Done, FromConsumer, FromProducer, Gone, Heartbeat, Peer, Register, Reply, SendMessage
+from pdkv.core.ports import FromConsumer, FromProducer, Reply, SendMessage
+from pdkv.core.transfer.messages import Done, Gone, Heartbeat, Peer, Register
 from pdkv.runtime.peer_auth import SECRETS_DIFFER
 from pdkv.runtime.wire import WIRE_VERSION, Hello, Open, Opened, Refused, decode_answer, encode
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pdkv.core.engine import Identity
-from pdkv.core.ports import Done, Heartbeat
+from pdkv.core.transfer.messages import Done, Heartbeat
 from pdkv.core.transfer.proof import proof_key
 from pdkv.runtime.doorkeeper import Doorkeeper, PeerIdentity, TransferMemory, differing_facts
 from pdkv.runtime.shared_memory import SharedMemory

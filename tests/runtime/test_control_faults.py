@@ -19,7 +19,8 @@ import pytest
 from benchmarks.transfer_half import Half
 from tests.nixl_here import needs_nixl
 
-from pdkv.core.ports import MoverRestarted, ReadEnded, RemoteSource
+from pdkv.core.ports import MoverRestarted, ReadEnded
+from pdkv.core.transfer.messages import RemoteSource
 from pdkv.runtime.mover_host import MoverKind
 from pdkv.runtime.reader import Reader
 from pdkv.runtime.wire import Cancel

@@ -9,20 +9,8 @@ import numpy as np
 import pytest
 from benchmarks.transfer_half import FACTS, Half
 
-from pdkv.core.ports import (
-    Announce,
-    FromConsumer,
-    FromProducer,
-    Gone,
-    Keepalive,
-    Peer,
-    PeerLost,
-    Register,
-    Reply,
-    SendMessage,
-    ToProducer,
-    Withdraw,
-)
+from pdkv.core.ports import FromConsumer, FromProducer, Keepalive, PeerLost, Reply, SendMessage
+from pdkv.core.transfer.messages import Announce, Gone, Peer, Register, ToProducer, Withdraw
 from pdkv.runtime import peers as peers_module
 from pdkv.runtime.peer_link import Handshake
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkv.core.ports import Announce, Done, Gone, Heartbeat, Register
+from pdkv.core.transfer.messages import Announce, Done, Gone, Heartbeat, Register
 from pdkv.runtime import peer_auth
 from pdkv.runtime.peer_auth import SECRETS_DIFFER, Door, Line, PlainDoor, SealedDoor, SealedLine, door_for, line_for
 from pdkv.runtime.wire import BadFrame, Hello, Open, Opened, Refused, decode_answer, encode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdkv.core.ports import Peer
+from pdkv.core.transfer.messages import Peer
 from pdkv.runtime.peer_link import name_of
 from pdkv.runtime.shown import quoted, readable
 from pdkv.runtime.wire import BadFrame, Refused, decode_question, encode

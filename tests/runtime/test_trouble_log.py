@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from pdkv.core.ports import Event, LeaseReleased, LoadFailed
+from pdkv.core.events import Event, LeaseReleased, LoadFailed
 from pdkv.runtime.trouble_log import TroubleLog
 
 S = 10**9

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkv.core.ports import Announce, Done, Gone, Grant, Heartbeat, Register, Withdraw
+from pdkv.core.transfer.messages import Announce, Done, Gone, Grant, Heartbeat, Register, Withdraw
 from pdkv.runtime import wire
 from pdkv.runtime.wire import (
     BadFrame,

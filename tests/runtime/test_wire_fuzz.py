@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdkv.core.ports import Announce, Done, Gone, Grant, Heartbeat, Register, Withdraw
+from pdkv.core.transfer.messages import Announce, Done, Gone, Grant, Heartbeat, Register, Withdraw
 from pdkv.runtime import wire
 from pdkv.runtime.wire import (
     BadFrame,

@@ -10,20 +10,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pdkv.core.ports import (
-    Admitted,
-    Awaited,
-    Event,
-    Finished,
-    FinishReason,
-    Grant,
-    HolderView,
-    LoadFailed,
-    MemoryView,
-    NewRequest,
-    RemoteSource,
-    TokenSampled,
-)
+from pdkv.core.events import Admitted, Event, Finished, FinishReason, LoadFailed, TokenSampled
+from pdkv.core.ports import HolderView, MemoryView, NewRequest
+from pdkv.core.transfer.messages import Awaited, Grant, RemoteSource
 from pdkv.runtime.instance import Stats, Update
 from pdkv.runtime.sampler import SamplingParams, TokenLogprobs
 from pdkv.runtime.transfer_stats import TransferStats

@@ -10,7 +10,8 @@ from tests.serve.asgi import Exchange, client_of, eventually, sse_events
 from tests.serve.client import CHAT, COMPLETIONS, GOOD_PARAMS, app_of, ask, get, post
 from tests.serve.fake import EOS, GRANT, FakeInstance
 
-from pdkv.core.ports import Awaited, FinishReason, Peer
+from pdkv.core.events import FinishReason
+from pdkv.core.transfer.messages import Awaited, Peer
 from pdkv.errors import DoesNotFit
 from pdkv.serve.params import PREFILL_LEG, push_legs, side_channel_of
 

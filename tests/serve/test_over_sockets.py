@@ -17,7 +17,7 @@ import uvicorn
 from tests.serve.asgi import sse_events
 from tests.serve.fake import FakeInstance
 
-from pdkv.core.ports import FinishReason
+from pdkv.core.events import FinishReason
 from pdkv.serve.api import create_app
 from pdkv.serve.http import EndsInOrder
 from pdkv.serve.options import RouterOptions

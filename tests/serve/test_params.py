@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.serve.fake import GRANT
 
-from pdkv.core.ports import Awaited, Peer
+from pdkv.core.transfer.messages import Awaited, Peer
 from pdkv.errors import BadRequest
 from pdkv.serve.params import (
     ORDINARY,

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.serve.client import COMPLETIONS, GOOD_PARAMS, ask, post
 from tests.serve.fake import FakeInstance
 
-from pdkv.core.ports import Awaited, Peer, RemoteSource
+from pdkv.core.transfer.messages import Awaited, Peer, RemoteSource
 from pdkv.errors import BadRequest
 from pdkv.serve.merge import merge_metrics
 from pdkv.serve.params import offers_in, parse_params, push_legs, side_channel_of

@@ -12,7 +12,7 @@ from tests.core.helpers import source_for
 from tests.serve.client import COMPLETIONS, GOOD_PARAMS, ask, post
 from tests.serve.fake import FakeInstance
 
-from pdkv.core.ports import Peer, RemoteSource
+from pdkv.core.transfer.messages import Peer, RemoteSource
 from pdkv.serve import peer_names
 from pdkv.serve.peer_names import PeerNames
 

@@ -5,7 +5,7 @@ import time
 from prometheus_client.parser import text_string_to_metric_families
 from tests.serve.fake import FakeInstance
 
-from pdkv.core.ports import (
+from pdkv.core.events import (
     Admitted,
     Announced,
     Fenced,

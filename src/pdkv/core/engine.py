@@ -14,20 +14,15 @@ from pdkv.core.blocks.kv_events import KvEvent
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.blocks.residency import Eviction, Residency
 from pdkv.core.config import EngineConfig
+from pdkv.core.events import Event, FinishReason
 from pdkv.core.journal import Journal
 from pdkv.core.ports import (
     Abort,
-    Awaited,
     Batch,
     BoolArray,
     Decline,
-    Done,
-    Event,
-    FinishReason,
     FromConsumer,
     FromProducer,
-    Gone,
-    Heartbeat,
     InboxItem,
     Int32Array,
     MemoryView,
@@ -37,15 +32,13 @@ from pdkv.core.ports import (
     PeerLost,
     Plan,
     ReadEnded,
-    Register,
-    RemoteSource,
-    Withdraw,
 )
 from pdkv.core.scheduler.request import Request, Status
 from pdkv.core.scheduler.running import PlanRows
 from pdkv.core.scheduler.scheduler import Scheduler
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.lease import LeaseSlots, SlotArray
+from pdkv.core.transfer.messages import Awaited, Done, Gone, Heartbeat, Register, RemoteSource, Withdraw
 from pdkv.core.transfer.producer import Producer
 from pdkv.core.transfer.proof import digest_tokens
 from pdkv.core.transfer.rendezvous import Announcements

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdkv.core.ports import Event, TokenSampled
+from pdkv.core.events import Event, TokenSampled
 
 
 class Journal:

@@ -1,84 +1,23 @@
-"""Everything that crosses the border of the core: what comes in (inbox), what goes out (plans, events).
+"""What crosses the border of the core: what comes in (inbox), what goes out (plans), and how its memory is shown.
 
-Nothing here acts. In-process facts are frozen dataclasses; what also travels between processes is a
-``msgspec.Struct``. Times are integer nanoseconds of the instance's own monotonic clock, passed in by the caller.
+Nothing here acts. What happened meanwhile is told in `core.events`, what other instances tell or are told is in
+`core.transfer.messages`. Times are integer nanoseconds of the instance's own monotonic clock, passed in by the caller.
 """
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from pdkv.core.blocks.extra_keys import LoraAdapter, MultimodalItem
+from pdkv.core.events import Event, FinishReason
+from pdkv.core.transfer.messages import Awaited, Peer, RemoteSource, ToConsumer, ToProducer
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-
-
-class FinishReason(enum.Enum):
-    """Why a request ended; ``value`` is the OpenAI/vLLM word for it."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
-
-
-# --------------------------------------------------------------------------------------------------------- peers
-
-
-class Peer(msgspec.Struct, frozen=True):
-    """Where an instance's side channel listens, and which life of it is meant."""
-
-    engine_id: str
-    host: str
-    port: int
-
-
-class Grant(msgspec.Struct, frozen=True, kw_only=True):
-    """What a lease gives a consumer (design 3.1); becomes ``kv_transfer_params`` in the producer's response.
-
-    ``block_ids`` are the producer's block ids, group by group in prompt order; ``group_blocks`` says how many of them
-    each group has (empty: all belong to the only one). They are the last ones up to ``num_tokens``: all of a group of
-    full attention, a window's worth, the one state.
-    ``nonce`` and ``lease_id`` are the two words the lease slot ``slot`` holds for as long as the blocks are kept.
-    ``token`` (16 bytes) names the lease in heartbeats and `Done`; ``proof`` (16 bytes) binds all of this to the prompt:
-    the consumer checks it (`transfer.proof`) before anything moves. ``cached_tokens`` is for statistics only.
-    """
-
-    block_ids: tuple[int, ...]
-    num_tokens: int
-    slot: int
-    nonce: int
-    lease_id: int
-    token: bytes
-    proof: bytes
-    cached_tokens: int = 0
-    group_blocks: tuple[int, ...] = ()
-
-
-class RemoteSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt's KV on a producer. ``prompt_digest`` is the consumer's own (`transfer.proof.digest_tokens`)."""
-
-    peer: Peer
-    request_id: str
-    grant: Grant
-    prompt_digest: bytes = b""
-
-
-class Awaited(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt's KV that ``peer`` is to compute, or has computed, under ``transfer_id`` (push mode).
-
-    The router draws the id, unguessable and new for each attempt, and gives it to both sides.
-    """
-
-    peer: Peer
-    transfer_id: str
 
 
 # --------------------------------------------------------------------------------------------------------- inbox
@@ -137,51 +76,6 @@ class Decline:
     """A grant, or the promise of one, that was offered here will not be used (the request never became one)."""
 
     offer: RemoteSource | Awaited
-
-
-class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """A consumer still wants these leases. A hint: unknown tokens are ignored."""
-
-    tokens: tuple[bytes, ...]
-
-
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    """A consumer needs this lease no longer (read, or never to be read). A hint, as above."""
-
-    token: bytes
-    consumer: str
-
-
-class Register(msgspec.Struct, frozen=True, tag="register"):
-    """A consumer waits for what ``producer`` computes under this id (push). Repeated until it is answered."""
-
-    transfer_id: str
-    producer: str
-
-
-class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
-    """A consumer no longer waits for this id. A hint: unknown ids are ignored."""
-
-    transfer_id: str
-
-
-class Announce(msgspec.Struct, frozen=True, tag="announce"):
-    """The prefill under this id has finished: its KV is kept under ``grant`` (to a registered consumer)."""
-
-    transfer_id: str
-    request_id: str
-    grant: Grant
-
-
-class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """Nothing will come, or stands any more, under this id (to a registered consumer)."""
-
-    transfer_id: str
-    reason: str
-
-
-ToProducer = Heartbeat | Done | Register | Withdraw
-ToConsumer = Announce | Gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,122 +240,6 @@ class Outputs:
     tokens: Int32Array
     more: tuple[Int32Array, ...] = ()
     drafts: tuple[Int32Array, ...] = ()
-
-
-# -------------------------------------------------------------------------------------------------------- events
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to a request. Events are the log, the metrics and the test oracle at once."""
-
-    request_id: str
-    at_ns: int
-
-
-class Admitted(Event, frozen=True, kw_only=True):
-    """Left the waiting queue for the first time or again; ``local``/``external`` tokens did not need computing."""
-
-    prompt_tokens: int
-    local_tokens: int
-    external_tokens: int
-    resumed: bool = False
-
-
-class TokenSampled(Event, frozen=True, kw_only=True, gc=False):
-    """One more output token."""
-
-    token: int
-
-
-class Finished(Event, frozen=True, kw_only=True):
-    """The request's one outcome. ``lease`` is set on P when its KV was kept for a consumer."""
-
-    reason: FinishReason
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    error: str | None = None
-    lease: Grant | None = None
-
-
-class Preempted(Event, frozen=True, kw_only=True):
-    """Lost its blocks to another request; ``lost_tokens`` must be computed again."""
-
-    lost_tokens: int
-
-
-class Registered(Event, frozen=True, kw_only=True):
-    """D waits, without memory, for the engine ``producer`` to announce this prompt's KV (push)."""
-
-    producer: str
-
-
-class Announced(Event, frozen=True, kw_only=True):
-    """What D waited for is kept for it; the wait took ``waited_ns``."""
-
-    waited_ns: int
-
-
-class LoadStarted(Event, frozen=True, kw_only=True):
-    """Blocks were allocated and the READ was posted."""
-
-    handle: int
-    blocks: int
-    tokens: int
-
-
-class LoadFinished(Event, frozen=True, kw_only=True):
-    """All data arrived and the slot still named the lease."""
-
-    handle: int
-    blocks: int
-    moved_bytes: int
-    seconds: float
-
-
-class LoadFailed(Event, frozen=True, kw_only=True):
-    """The KV did not arrive, or cannot be trusted; ``cause`` is shown to the operator."""
-
-    handle: int | None
-    cause: str
-
-
-class LeaseGranted(Event, frozen=True, kw_only=True):
-    """P keeps ``blocks`` blocks until a peer is done or ``deadline_ns`` passes."""
-
-    lease_id: int
-    blocks: int
-    deadline_ns: int
-
-
-class LeaseRenewed(Event, frozen=True, kw_only=True):
-    """A heartbeat moved the deadline (one that moved nothing makes no event)."""
-
-    lease_id: int
-    deadline_ns: int
-
-
-class LeaseReleased(Event, frozen=True, kw_only=True):
-    """P let the blocks go; ``expired`` when nobody said that it was done."""
-
-    lease_id: int
-    blocks: int
-    expired: bool
-
-
-class Quarantined(Event, frozen=True, kw_only=True):
-    """A transfer that was given up may still write to these blocks."""
-
-    handle: int
-    blocks: int
-    cause: str
-
-
-class Fenced(Event, frozen=True, kw_only=True):
-    """The transfer is over for certain; its blocks are free again."""
-
-    handle: int
-    blocks: int
 
 
 # -------------------------------------------------------------------------------------------------------- memory

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
-from pdkv.core.ports import NewRequest, RemoteSource
+from pdkv.core.ports import NewRequest
+from pdkv.core.transfer.messages import RemoteSource
 from pdkv.errors import BadRequest, DoesNotFit
 
 

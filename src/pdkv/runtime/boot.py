@@ -14,7 +14,7 @@ from pdkv import __version__
 from pdkv.core.blocks.hashing import HashFunction
 from pdkv.core.config import EngineConfig
 from pdkv.core.engine import Engine, Identity
-from pdkv.core.ports import Event
+from pdkv.core.events import Event
 from pdkv.errors import ConfigError, FenceLost
 from pdkv.layout.capacity import Capacity
 from pdkv.layout.dtypes import resolve_kv_dtype

@@ -16,19 +16,8 @@ from concurrent.futures import Future
 
 import zmq
 
-from pdkv.core.ports import (
-    Announce,
-    FromConsumer,
-    FromProducer,
-    Heartbeat,
-    InboxItem,
-    Keepalive,
-    PeerLost,
-    Plan,
-    Register,
-    Reply,
-    ToProducer,
-)
+from pdkv.core.ports import FromConsumer, FromProducer, InboxItem, Keepalive, PeerLost, Plan, Reply
+from pdkv.core.transfer.messages import Announce, Heartbeat, Register, ToProducer
 from pdkv.errors import ConfigError, FenceLost
 from pdkv.runtime.doorkeeper import Doorkeeper, PeerIdentity, TransferMemory
 from pdkv.runtime.mover_host import MoverHost, MoverKind

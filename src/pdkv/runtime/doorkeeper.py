@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdkv.core.engine import Identity
-from pdkv.core.ports import Heartbeat, ToProducer
+from pdkv.core.transfer.messages import Heartbeat, ToProducer
 from pdkv.core.transfer.proof import proof_key
 from pdkv.runtime.device_memory import DeviceMemory
 from pdkv.runtime.shared_memory import SharedMemory

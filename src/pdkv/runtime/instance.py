@@ -15,20 +15,9 @@ from typing import Any
 import numpy as np
 
 from pdkv.core.engine import Engine
-from pdkv.core.ports import (
-    Abort,
-    Awaited,
-    Batch,
-    Decline,
-    Event,
-    Finished,
-    FinishReason,
-    InboxItem,
-    MemoryView,
-    NewRequest,
-    Outputs,
-    RemoteSource,
-)
+from pdkv.core.events import Event, Finished, FinishReason
+from pdkv.core.ports import Abort, Batch, Decline, InboxItem, MemoryView, NewRequest, Outputs
+from pdkv.core.transfer.messages import Awaited, RemoteSource
 from pdkv.errors import BadRequest, PdkvError
 from pdkv.runtime.control import Control
 from pdkv.runtime.executor import Executor, StepResult

@@ -9,7 +9,7 @@ import logging
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from pdkv.core.ports import Heartbeat, Peer
+from pdkv.core.transfer.messages import Heartbeat, Peer
 from pdkv.runtime.peer_auth import Line, PlainLine
 from pdkv.runtime.shown import readable
 from pdkv.runtime.wire import MAX_FRAME_BYTES, SEAL_BYTES, Answer, BadFrame, HelloReply, Question

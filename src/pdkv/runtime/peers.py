@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from pdkv.core.ports import Announce, Gone, Heartbeat, Keepalive, Peer, Register, SendMessage, ToConsumer
+from pdkv.core.ports import Keepalive, SendMessage
+from pdkv.core.transfer.messages import Announce, Gone, Heartbeat, Peer, Register, ToConsumer
 from pdkv.runtime.doorkeeper import differing_facts
 from pdkv.runtime.peer_auth import line_for
 from pdkv.runtime.peer_link import Handshake, PeerLink, name_of

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pdkv.core.ports import Heartbeat, InboxItem, MoverRestarted, Peer, Plan, PostRead, ReadEnded, SendMessage
+from pdkv.core.ports import InboxItem, MoverRestarted, Plan, PostRead, ReadEnded, SendMessage
+from pdkv.core.transfer.messages import Heartbeat, Peer
 from pdkv.core.transfer.proof import is_proved
 from pdkv.runtime.mover_host import MoverHost
 from pdkv.runtime.peer_link import Handshake, PeerLink, name_of

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pdkv.core.ports import Event, LeaseReleased, LoadFailed
+from pdkv.core.events import Event, LeaseReleased, LoadFailed
 from pdkv.runtime.shown import REASON_CHARS, quoted, readable
 from pdkv.units import NS_PER_S
 

@@ -1,6 +1,6 @@
 """The side channel's messages: msgpack, tagged, size-capped; nothing is ever unpickled.
 
-One message is one ZMQ frame. The asking side (DEALER) sends `Hello`, and of `core.ports` the hints `Heartbeat`, `Done`
+One message is one ZMQ frame. The asking side (DEALER) sends `Hello`, and the core's hints `Heartbeat`, `Done`
 and `Withdraw` and, in push mode, `Register`. The answering side (ROUTER) replies to the first with the same ``seq``,
 and to the last with `Announce` or `Gone`, sooner or later. A frame that is too long or cannot be decoded raises
 `BadFrame`: the receiver counts and drops it. Peers that share a secret first exchange `Open` and `Opened`, and put all
@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pdkv.core.ports import Announce, Done, Gone, Heartbeat, Register, Withdraw
+from pdkv.core.transfer.messages import Announce, Done, Gone, Heartbeat, Register, Withdraw
 from pdkv.core.transfer.proof import KEY_BYTES, PROOF_BYTES, TOKEN_BYTES
 from pdkv.runtime.shown import readable
 

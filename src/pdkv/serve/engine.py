@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from pdkv.core.ports import Awaited, Event, FinishReason, MemoryView, NewRequest, RemoteSource
+from pdkv.core.events import Event, FinishReason
+from pdkv.core.ports import MemoryView, NewRequest
+from pdkv.core.transfer.messages import Awaited, RemoteSource
 from pdkv.runtime.sampler import SamplingParams, TokenLogprobs
 from pdkv.runtime.transfer_stats import TransferStats
 

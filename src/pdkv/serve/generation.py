@@ -9,17 +9,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from pdkv.core.ports import (
-    Admitted,
-    Awaited,
-    Finished,
-    FinishReason,
-    Int32Array,
-    LoadFailed,
-    NewRequest,
-    RemoteSource,
-    TokenSampled,
-)
+from pdkv.core.events import Admitted, Finished, FinishReason, LoadFailed, TokenSampled
+from pdkv.core.ports import Int32Array, NewRequest
+from pdkv.core.transfer.messages import Awaited, RemoteSource
 from pdkv.errors import BadRequest
 from pdkv.runtime.sampler import SamplingParams, TokenLogprobs
 from pdkv.serve.detokenizer import TextStream

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdkv.core.ports import Awaited, Grant, Peer, RemoteSource
+from pdkv.core.transfer.messages import Awaited, Grant, Peer, RemoteSource
 from pdkv.errors import BadRequest
 from pdkv.runtime.shown import readable
 

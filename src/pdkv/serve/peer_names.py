@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from pdkv.core.ports import Awaited, RemoteSource
+from pdkv.core.transfer.messages import Awaited, RemoteSource
 
 _TIMEOUT_S = 5.0
 _KEEP_S = 30.0

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 from starlette.responses import Response
 
-from pdkv.core.ports import Peer
+from pdkv.core.transfer.messages import Peer
 from pdkv.errors import BadRequest
 from pdkv.serve.backends import Backend
 from pdkv.serve.legs import Call, LegFailed, Legs, PrefillResult

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pdkv.core.ports import Finished
+from pdkv.core.events import Finished
 from pdkv.serve.generation import Choice, Delta
 
 SSE_DONE = b"data: [DONE]\n\n"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from pdkv.core.ports import (
+from pdkv.core.events import (
     Admitted,
     Announced,
     Event,
@@ -26,11 +26,11 @@ from pdkv.core.ports import (
     LoadFailed,
     LoadFinished,
     LoadStarted,
-    MemoryView,
     Preempted,
     Quarantined,
     TokenSampled,
 )
+from pdkv.core.ports import MemoryView
 from pdkv.runtime.transfer_stats import TransferStats
 from pdkv.serve.engine import InfoLike, ServedInstance
 from pdkv.serve.merge import Snapshot

@@ -8,7 +8,7 @@ from itertools import islice
 from multiprocessing import get_context
 
 from pdkv.core.config import TRANSFER_POLICIES
-from pdkv.core.ports import Event
+from pdkv.core.events import Event
 from pdkv.simulate.world import Story, World
 
 _CHUNK = 8  # seeds that a worker is given at a time

@@ -9,22 +9,9 @@ import numpy as np
 
 from pdkv.core.config import EngineConfig
 from pdkv.core.engine import Engine, Identity
-from pdkv.core.ports import (
-    Abort,
-    Event,
-    Finished,
-    FromConsumer,
-    FromProducer,
-    Heartbeat,
-    InboxItem,
-    Keepalive,
-    NewRequest,
-    Peer,
-    Plan,
-    Register,
-    ToConsumer,
-    ToProducer,
-)
+from pdkv.core.events import Event, Finished
+from pdkv.core.ports import Abort, FromConsumer, FromProducer, InboxItem, Keepalive, NewRequest, Plan
+from pdkv.core.transfer.messages import Heartbeat, Peer, Register, ToConsumer, ToProducer
 from pdkv.simulate.clock import Action, Duration
 from pdkv.simulate.device import Device
 from pdkv.simulate.mover import Mover

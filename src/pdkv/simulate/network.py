@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pdkv.core.ports import Peer, Reply, ToConsumer, ToProducer
+from pdkv.core.ports import Reply
+from pdkv.core.transfer.messages import Peer, ToConsumer, ToProducer
 from pdkv.simulate.clock import VirtualTime
 from pdkv.simulate.weather import MS, Weather
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pdkv.core.ports import Awaited, Event, Finished, FinishReason, Grant, NewRequest, RemoteSource, TokenSampled
+from pdkv.core.events import Event, Finished, FinishReason, TokenSampled
+from pdkv.core.ports import NewRequest
+from pdkv.core.transfer.messages import Awaited, Grant, RemoteSource
 from pdkv.simulate.weather import MS
 
 if TYPE_CHECKING:

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from pdkv.core.config import EngineConfig, TransferPolicy
-from pdkv.core.ports import Event, LeaseReleased, LoadFailed, NewRequest, Peer
+from pdkv.core.events import Event, LeaseReleased, LoadFailed
+from pdkv.core.ports import NewRequest
+from pdkv.core.transfer.messages import Peer
 from pdkv.simulate.clock import VirtualTime
 from pdkv.simulate.device import ForeignKV, expected_output
 from pdkv.simulate.instance import Instance, Life

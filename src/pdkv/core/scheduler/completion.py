@@ -9,8 +9,9 @@ import numpy as np
 from pdkv.core.blocks.hashing import HashFunction
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
+from pdkv.core.events import FinishReason, TokenSampled
 from pdkv.core.journal import Journal
-from pdkv.core.ports import FinishReason, Int32Array, Outputs, TokenSampled
+from pdkv.core.ports import Int32Array, Outputs
 from pdkv.core.scheduler.request import Request
 from pdkv.core.scheduler.running import Columns, PlanRows, RunningSet
 

@@ -9,8 +9,10 @@ import numpy as np
 
 from pdkv.core.blocks.extra_keys import ContentKeys
 from pdkv.core.blocks.hashing import HashChain, HashFunction, extend_hashes
-from pdkv.core.ports import Awaited, FinishReason, Int32Array, NewRequest, RemoteSource
+from pdkv.core.events import FinishReason
+from pdkv.core.ports import Int32Array, NewRequest
 from pdkv.core.scheduler.counters import Counter, Counters
+from pdkv.core.transfer.messages import Awaited, RemoteSource
 from pdkv.core.transfer.proof import digest_tokens
 
 NO_DRAFTS: Int32Array = np.empty(0, dtype=np.int32)

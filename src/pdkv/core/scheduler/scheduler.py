@@ -9,18 +9,10 @@ import numpy as np
 from pdkv.core.blocks.hashing import HashFunction
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
+from pdkv.core.events import Admitted, Finished, FinishReason, LoadFailed, Preempted
 from pdkv.core.journal import Journal
 from pdkv.core.ledger import Account
-from pdkv.core.ports import (
-    Admitted,
-    Finished,
-    FinishReason,
-    Grant,
-    Int32Array,
-    LoadFailed,
-    Outputs,
-    Preempted,
-)
+from pdkv.core.ports import Int32Array, Outputs
 from pdkv.core.scheduler.admission import Admission, Admitter, Rows, Verdict, cap_chunk, fit_chunk
 from pdkv.core.scheduler.completion import Completion
 from pdkv.core.scheduler.preemption import choose_victim
@@ -28,6 +20,7 @@ from pdkv.core.scheduler.queues import FcfsQueue, PriorityQueue, WaitingQueue, p
 from pdkv.core.scheduler.request import NO_DRAFTS, Request, Status
 from pdkv.core.scheduler.running import PlanRows, RunningSet
 from pdkv.core.transfer.consumer import Consumer
+from pdkv.core.transfer.messages import Grant
 from pdkv.core.transfer.producer import Producer
 
 

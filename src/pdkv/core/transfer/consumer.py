@@ -8,25 +8,12 @@ import numpy as np
 
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
+from pdkv.core.events import Fenced, LoadFailed, LoadFinished, LoadStarted, Quarantined
 from pdkv.core.journal import Journal
 from pdkv.core.ledger import Account
-from pdkv.core.ports import (
-    Done,
-    Fenced,
-    Grant,
-    Int32Array,
-    Keepalive,
-    LoadFailed,
-    LoadFinished,
-    LoadStarted,
-    Peer,
-    PostRead,
-    Quarantined,
-    ReadEnded,
-    RemoteSource,
-    SendMessage,
-)
+from pdkv.core.ports import Int32Array, Keepalive, PostRead, ReadEnded, SendMessage
 from pdkv.core.scheduler.request import Request
+from pdkv.core.transfer.messages import Done, Grant, Peer, RemoteSource
 from pdkv.core.transfer.rendezvous import Waits
 
 

@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.core.ports import Grant, Int32Array
+from pdkv.core.ports import Int32Array
+from pdkv.core.transfer.messages import Grant
 from pdkv.core.transfer.proof import digest_tokens, lease_token, proof_key, prove
 
 #: uint64[n, 2]: {boot nonce, lease id} per slot; lease id 0 means "no lease". Registered memory that peers read.

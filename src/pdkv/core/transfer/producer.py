@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
+from pdkv.core.events import LeaseGranted, LeaseReleased, LeaseRenewed
 from pdkv.core.journal import Journal
 from pdkv.core.ledger import Account
-from pdkv.core.ports import Done, Grant, Heartbeat, LeaseGranted, LeaseReleased, LeaseRenewed, Withdraw
 from pdkv.core.scheduler.request import Request
 from pdkv.core.transfer.lease import LeaseSlots
+from pdkv.core.transfer.messages import Done, Grant, Heartbeat, Withdraw
 from pdkv.core.transfer.rendezvous import Announcements
 
 

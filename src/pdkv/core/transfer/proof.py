@@ -14,7 +14,8 @@ import struct
 
 import numpy as np
 
-from pdkv.core.ports import Grant, Int32Array
+from pdkv.core.ports import Int32Array
+from pdkv.core.transfer.messages import Grant
 
 TOKEN_BYTES = 16
 PROOF_BYTES = 16

@@ -12,22 +12,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from pdkv.core.config import EngineConfig
+from pdkv.core.events import Announced, Registered
 from pdkv.core.journal import Journal
-from pdkv.core.ports import (
-    Announce,
-    Announced,
-    Awaited,
-    AwaitingView,
-    Gone,
-    Grant,
-    Peer,
-    Register,
-    Registered,
-    Reply,
-    SendMessage,
-    Withdraw,
-)
+from pdkv.core.ports import AwaitingView, Reply, SendMessage
 from pdkv.core.scheduler.request import Request
+from pdkv.core.transfer.messages import Announce, Awaited, Gone, Grant, Peer, Register, Withdraw
 
 _MOST_PARKED = 4096  # registrations of ids not heard of yet: their requests may come a moment later
 _MOST_OVER = 16384  # ids remembered as over
