@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from pdkv.core.blocks.kinds.window import WindowKind
+from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.config import STRICT, TRANSFER_POLICIES, VLLM
 from pdkv.core.ledger import Account
@@ -21,7 +23,7 @@ from pdkv.core.transfer.producer import Lease, Producer
 from pdkv.simulate.faults import play_seed, play_seeds, trace
 from pdkv.simulate.instance import Life
 from pdkv.simulate.weather import Weather
-from pdkv.simulate.world import Kind, Story, World
+from pdkv.simulate.world import BLOCK, MODELS, Kind, Story, World
 
 WORLDS = 12
 REQUESTS = 60
@@ -42,8 +44,9 @@ def test_strict_breaks_nothing(stories: list[Story]) -> None:
 
 @pytest.mark.parametrize("push", [False, True])
 def test_calm_worlds_waste_nothing(push: bool) -> None:
-    for seed in range(3):
-        story = World(seed, STRICT, requests=REQUESTS, weather=Weather(max_delay_ms=50, read_ms=200), push=push).play()
+    calm = Weather(max_delay_ms=50, read_ms=200)
+    for seed, groups in enumerate(MODELS):
+        story = World(seed, STRICT, requests=REQUESTS, groups=groups, weather=calm, push=push).play()
         assert story.violation is None, story.violation
         assert story.counts["COMPLETED"] == REQUESTS
         assert story.counts["LoadFinished"] > REQUESTS / 3
@@ -95,7 +98,9 @@ def test_vllm_strands_an_aborted_load() -> None:
     assert Kind.STRANDED in kinds
 
 
-ROUND_IN_CIRCLES = {"weather": Weather(hang=0.1), "enable_prefix_caching": False, "full_sequence_must_fit": False}
+ROUND_IN_CIRCLES = {
+    "groups": MODELS[0], "weather": Weather(hang=0.1), "enable_prefix_caching": False, "full_sequence_must_fit": False,
+}  # fmt: skip
 
 
 def test_vllm_preempts_its_lone_runner_for_ever() -> None:
@@ -198,9 +203,20 @@ def no_load_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Consumer, "overdue", lambda self: [])
 
 
+def window_too_small(patch: pytest.MonkeyPatch) -> None:
+    """A sliding window gives back a block that its next token still looks at."""
+    real = WindowKind.skipped_tokens
+    patch.setattr(WindowKind, "skipped_tokens", lambda self, computed: real(self, computed) + BLOCK)
+
+
+def last_token_computed_by_p(patch: pytest.MonkeyPatch) -> None:
+    """P computes the whole prompt of a model with windows: what D's last token looks back at is gone by then."""
+    patch.setattr(KVCacheManager, "leaves_last_token", False)
+
+
 PLANTS = [
     no_slot_comparison, no_quarantine, timer_is_a_fence, hashed_in_flight, slot_stays_armed, no_expiry,
-    one_free_skipped, heartbeat_forgotten, no_load_deadline,
+    one_free_skipped, heartbeat_forgotten, no_load_deadline, window_too_small, last_token_computed_by_p,
 ]  # fmt: skip
 
 
@@ -213,8 +229,9 @@ def test_a_planted_bug_is_caught(plant: Callable[[Any], None], monkeypatch: pyte
         ),  # in bad weather a lease may well expire, in calm weather it may not
         timer_is_a_fence: Weather(hang=0.3, read_ms=300),
     }.get(plant)
+    groups = MODELS[1] if plant in (window_too_small, last_token_computed_by_p) else MODELS[0]
     for seed in range(200):
-        if World(seed, STRICT, requests=REQUESTS, weather=weather).play().violation is not None:
+        if World(seed, STRICT, requests=REQUESTS, groups=groups, weather=weather).play().violation is not None:
             return
     pytest.fail(f"{plant.__name__} goes unnoticed in 200 worlds")
 

@@ -8,13 +8,14 @@ nothing of leases, slots or accounts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.core.ports import Batch, Int32Array, NewRequest, Outputs
-from pdkv.units import cdiv
+from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Group, WindowGroup
+from pdkv.core.ports import Batch, Int32Array, Outputs
 
 VOCABULARY = 1000
 
@@ -38,7 +39,7 @@ def sampled(tag: int) -> int:
     return (tag >> 20) % VOCABULARY
 
 
-class Sequence:
+class Tokens:
     """A request's tokens as the device knows them, each with its tag."""
 
     def __init__(self, prompt: Int32Array) -> None:
@@ -59,61 +60,92 @@ class Sequence:
 
 def expected_output(prompt: Int32Array, count: int) -> list[int]:
     """The ``count`` tokens that must follow ``prompt``."""
-    sequence = Sequence(prompt)
-    return [sequence.extend() for _ in range(count)]
+    tokens = Tokens(prompt)
+    return [tokens.extend() for _ in range(count)]
 
 
 class Device:
-    """Tags int64[num_blocks, block_size] in place of KV; -1 where nothing was ever written."""
+    """Tags int64[num_blocks, largest block] in place of KV; -1 where nothing was ever written.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.tags: npt.NDArray[np.int64] = np.full((num_blocks, block_size), -1, dtype=np.int64)
-        self._block_size = block_size
-        self._sequences: dict[str, Sequence] = {}
+    A block belongs to one of the model's ``groups`` at a time; of each, a token sees what its kind of layer looks at.
+    """
 
-    def add(self, new: NewRequest) -> None:
+    def __init__(self, num_blocks: int, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        width = max(group.block_size for group in groups)
+        self.tags: npt.NDArray[np.int64] = np.full((num_blocks, width), -1, dtype=np.int64)
+        self._requests: dict[str, Tokens] = {}
+
+    def add(self, request_id: str, prompt: Int32Array) -> None:
         """A request whose rows will come."""
-        self._sequences[new.request_id] = Sequence(new.prompt)
+        self._requests[request_id] = Tokens(prompt)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """No row of these requests will come any more."""
         for request_id in request_ids:
-            del self._sequences[request_id]
+            del self._requests[request_id]
 
     def run(self, batch: Batch) -> Outputs:
         """Sampled tokens of the batch. Raises `ForeignKV` for a row that attends to content that is not its own."""
+        rows = list(self._rows(batch))
+        for row in rows:
+            self._write(row)
+        sampled_tokens = np.zeros(len(batch), dtype=np.int32)
+        for number, row in enumerate(rows):
+            self._read(row)
+            if batch.samples[number]:
+                assert row.end == len(row.known.tokens), f"{row.request_id}: samples before its last token"
+                sampled_tokens[number] = row.known.extend()
+        return Outputs(tokens=sampled_tokens)
+
+    def _rows(self, batch: Batch) -> Iterator[_Row]:
         offsets = np.concatenate(([0], np.cumsum(batch.num_scheduled)))
-        spans = []
-        for row, request_id in enumerate(batch.request_ids):
-            start = int(batch.num_computed[row])
-            end = start + int(batch.num_scheduled[row])
-            given = batch.tokens[offsets[row] : offsets[row + 1]].tolist()
-            spans.append((request_id, self._sequence(request_id, start, end, given, bool(batch.pending[row])), end))
-            self._write(row, batch.block_tables[row], spans[-1][1], start, end, request_id)
-        tokens = np.zeros(len(batch), dtype=np.int32)
-        for row, (request_id, sequence, end) in enumerate(spans):
-            self._read(batch.block_tables[row], sequence, end, request_id)
-            if batch.samples[row]:
-                assert end == len(sequence.tokens), f"{request_id}: samples before its last token"
-                tokens[row] = sequence.extend()
-        return Outputs(tokens=tokens)
+        for number, request_id in enumerate(batch.request_ids):
+            known, start = self._requests[request_id], int(batch.num_computed[number])
+            end = start + int(batch.num_scheduled[number])
+            given = batch.tokens[offsets[number] : offsets[number + 1]].tolist()
+            if batch.pending[number]:
+                given[-1] = known.tokens[end - 1]
+            assert given == known.tokens[start:end], f"{request_id}: wrong input tokens at {start}"
+            yield _Row(request_id, known, start, end, [tables[number] for tables in batch.group_tables])
 
-    def _sequence(self, request_id: str, start: int, end: int, given: list[int], pending: bool) -> Sequence:
-        sequence = self._sequences[request_id]
-        if pending:
-            given[-1] = sequence.tokens[end - 1]
-        assert given == sequence.tokens[start:end], f"{request_id}: wrong input tokens at {start}"
-        return sequence
+    def _write(self, row: _Row) -> None:
+        positions = np.arange(row.start, row.end)
+        for group, table in zip(self._groups, row.tables, strict=True):
+            blocks = table[positions // group.block_size]
+            assert blocks.all(), f"{row.request_id}: writes to the null block"
+            self.tags[blocks, positions % group.block_size] = row.known.tags[row.start : row.end]
 
-    def _write(self, row: int, table: Int32Array, sequence: Sequence, start: int, end: int, request_id: str) -> None:
-        positions = np.arange(start, end)
-        blocks = table[positions // self._block_size]
-        assert blocks.all(), f"{request_id}: row {row} writes to the null block"
-        self.tags[blocks, positions % self._block_size] = sequence.tags[start:end]
+    def _read(self, row: _Row) -> None:
+        for number, (group, table) in enumerate(zip(self._groups, row.tables, strict=True)):
+            positions = np.arange(first_seen(group, row.start), row.end)
+            blocks = table[positions // group.block_size]
+            wrong = self.tags[blocks, positions % group.block_size] != np.asarray(row.known.tags)[positions]
+            if wrong.any():
+                at = int(positions[wrong][0])
+                where = f"block {int(table[at // group.block_size])} of group {number}"
+                raise ForeignKV(f"{row.request_id}: position {at} of {row.end}, {where}")
 
-    def _read(self, table: Int32Array, sequence: Sequence, end: int, request_id: str) -> None:
-        blocks = table[: cdiv(end, self._block_size)]
-        wrong = np.flatnonzero(self.tags[blocks].reshape(-1)[:end] != np.asarray(sequence.tags[:end]))
-        if len(wrong):
-            at = int(wrong[0])
-            raise ForeignKV(f"{request_id}: position {at} of {end}, block {int(blocks[at // self._block_size])}")
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Tokens ``start:end`` of a request are computed, with ``tables`` int32[m] by group."""
+
+    request_id: str
+    known: Tokens
+    start: int
+    end: int
+    tables: list[Int32Array]
+
+
+def first_seen(group: Group, position: int) -> int:
+    """The first position that the token at ``position`` looks at. Raises ``TypeError`` for kinds not simulated."""
+    match group:
+        case FullGroup():
+            return 0
+        case WindowGroup():
+            return max(position - group.window + 1, 0)
+        case ChunkedGroup():
+            return position // group.chunk * group.chunk
+        case _:
+            raise TypeError(f"the simulated device has no {type(group).__name__}")

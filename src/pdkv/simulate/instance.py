@@ -10,7 +10,7 @@ import numpy as np
 from pdkv.core.config import EngineConfig
 from pdkv.core.engine import Engine, Identity
 from pdkv.core.events import Event, Finished
-from pdkv.core.ports import Abort, FromConsumer, FromProducer, InboxItem, Keepalive, NewRequest, Plan
+from pdkv.core.ports import Abort, FromConsumer, FromProducer, InboxItem, Int32Array, Keepalive, NewRequest, Plan
 from pdkv.core.transfer.messages import Heartbeat, Peer, Register, ToConsumer, ToProducer
 from pdkv.simulate.clock import Action, Duration
 from pdkv.simulate.device import Device
@@ -41,7 +41,7 @@ class Life:
         self.slots = np.zeros((_NUM_SLOTS, 2), dtype=np.uint64)
         identity = Identity(engine_id=name, nonce=int(rng.integers(1, 2**60)), secret=rng.bytes(32))
         self.engine = Engine(config, identity, self.slots)
-        self.device = Device(config.num_blocks, config.block_size)
+        self.device = Device(config.num_blocks, config.groups)
         self.mover = Mover(self)
         self.legs: dict[str, Leg] = {}
         self._ended: list[str] = []  # requests that an outstanding step may still compute
@@ -127,7 +127,7 @@ class Life:
         inbox, self._inbox = self._inbox, []
         for item in inbox:
             if isinstance(item, NewRequest):
-                self.device.add(item)
+                self.device.add(item.request_id, self._computed(item))
         self._last_step_ns = self.world.time.now_ns
         plan = self.engine.schedule(self.now_ns, inbox)
         self._check()
@@ -139,6 +139,11 @@ class Life:
         if weather.long_step and len(plan.batch) and rng.random() < weather.long_step:
             lasts_ns = int(rng.integers(100, 5000)) * MS
         self.later(lasts_ns, self._end, plan)
+
+    def _computed(self, new: NewRequest) -> Int32Array:
+        """Of the prompt what is computed here: P may have to leave the last token to D."""
+        leaves = new.produce and self.engine.manager.leaves_last_token and len(new.prompt) > 1
+        return new.prompt[:-1] if leaves else new.prompt
 
     def _do(self, plan: Plan) -> None:
         if plan.restart_mover:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Group, WindowGroup
 from pdkv.core.config import EngineConfig, TransferPolicy
 from pdkv.core.events import Event, LeaseReleased, LoadFailed
 from pdkv.core.ports import NewRequest
@@ -23,11 +24,27 @@ from pdkv.simulate.weather import MS, Weather
 
 BLOCK = 4
 MAX_LEN = 40
+_FULL = FullGroup(block_size=BLOCK)
+#: Models: half of all worlds have one of full attention alone.
+MODELS: tuple[tuple[Group, ...], ...] = (
+    (_FULL,),
+    (_FULL, WindowGroup(block_size=BLOCK, window=2 * BLOCK)),
+    (_FULL, WindowGroup(block_size=BLOCK, window=BLOCK - 1), WindowGroup(block_size=BLOCK, window=3 * BLOCK + 1)),
+    (_FULL, ChunkedGroup(block_size=BLOCK, chunk=2 * BLOCK)),
+    (WindowGroup(block_size=BLOCK, window=2 * BLOCK + 1),),
+)
+_BLOCKS_OF_A_GROUP = MAX_LEN // BLOCK + 1  # that the longest request needs at most
 _PATIENCE_NS = 300_000 * MS  # everything must have ended so long after the last arrival
 _MOST_ACTIONS = 2_000  # per request: more means that somebody goes round in circles
 
 #: Hears the story: (time in ns, who, what, details).
 Note = Callable[[int, str, str, object], None]
+
+
+def _draw_model(seed: int) -> tuple[Group, ...]:
+    """By lots of its own, so that a world goes on as before when there are more models."""
+    rng = np.random.default_rng([seed, 1])
+    return MODELS[0] if rng.random() < 0.5 else MODELS[int(rng.integers(1, len(MODELS)))]
 
 
 class Kind(enum.Enum):
@@ -63,7 +80,8 @@ class Story:
 class World:
     """Everything is drawn from ``seed``; `play` runs it to its end. ``note`` hears all that happens.
 
-    ``weather``, ``push`` and ``settings`` (of every instance's `EngineConfig`) take the place of what would be drawn.
+    ``groups`` (of the model), ``weather``, ``push`` and ``settings`` (of every instance's `EngineConfig`) take the
+    place of what would be drawn.
     """
 
     def __init__(
@@ -72,6 +90,7 @@ class World:
         policy: TransferPolicy,
         *,
         requests: int = 200,
+        groups: tuple[Group, ...] | None = None,
         weather: Weather | None = None,
         push: bool | None = None,
         note: Note | None = None,
@@ -80,6 +99,7 @@ class World:
         self.seed, self._note, self._settings = seed, note, settings
         self.rng = np.random.default_rng(seed)
         self.weather = Weather.draw(self.rng) if weather is None else weather
+        self._groups = _draw_model(seed) if groups is None else groups
         self.time = VirtualTime()
         self.network = Network(self.time, self.rng, self.weather)
         self.counts: Counter[str] = Counter()
@@ -105,9 +125,10 @@ class World:
     def _config(self, policy: TransferPolicy) -> EngineConfig:
         rng = self.rng
         drawn = EngineConfig(
-            num_blocks=int(rng.integers(11, 30)),
+            num_blocks=int(rng.integers(11, 30)) + _BLOCKS_OF_A_GROUP * (len(self._groups) - 1),
             block_size=BLOCK,
             max_model_len=MAX_LEN,
+            groups=self._groups,
             max_num_seqs=int(rng.integers(1, 9)),
             max_num_batched_tokens=int(rng.choice([8, 24, 64])),
             watermark=float(rng.choice([0.0, 0.1])),
