@@ -189,7 +189,7 @@ def test_an_answer_has_the_shape_of_one_instance_alone() -> None:
         def script(request: Any) -> list[int]:
             return [int(request.prompt[0]), int(request.prompt[0])]
 
-        p, d, alone = (FakeInstance(script, role=role) for role in ("prefill", "decode", "decode"))
+        p, d, alone = (FakeInstance(script, engine_id=name) for name in ("p", "d", "alone"))
         body = {"prompt": ["a", "bb"], "n": 2, "max_tokens": 2, "logprobs": 1}
         async with served(p, d) as client, client_of(app_of(alone)) as direct:
             through, by_itself = [(await one.post(PATH, json=body)).json() for one in (client, direct)]

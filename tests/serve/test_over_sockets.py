@@ -50,7 +50,7 @@ def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[FakeInstance, FakeInstance, str]]:
-    prefill, decode = FakeInstance(role="prefill"), FakeInstance("Zürich 🧪 is a city")
+    prefill, decode = FakeInstance(role="prefill", engine_id="engine-p"), FakeInstance("Zürich 🧪 is a city")
     with contextlib.ExitStack() as stack:
         urls = [
             stack.enter_context(listening(create_app(instance, Telemetry("tiny")))) for instance in (prefill, decode)
