@@ -14,6 +14,7 @@ from tests.runtime.tiny import HandEngine, make_executor, save_tiny
 from pdkv.errors import ConfigError
 from pdkv.runtime.attention import STEP_KWARG, cacheless_step
 from pdkv.runtime.kernels import build, native
+from pdkv.runtime.kernels.activation import overwrite_gates
 from pdkv.runtime.kernels.linear import PackedLinear, pack_linears
 from pdkv.runtime.kernels.norm import replace_norms
 from pdkv.runtime.models import load_model
@@ -319,3 +320,18 @@ def test_bf16_storage_halves_the_weights_and_stays_close(tmp_path: Path) -> None
             for m in (plain, stored)
         )
     assert float((a - b).norm() / a.norm()) < 0.03
+
+
+def test_gates_are_overwritten_in_gated_mlps_only() -> None:
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    torch.manual_seed(0)
+    mlp = LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=64))
+    other = torch.nn.ModuleDict({"act_fn": torch.nn.SiLU()})
+    x = torch.randn(5, 32)
+    before, kept = mlp(x), x.clone()
+    assert overwrite_gates(torch.nn.ModuleList([mlp, other])) == 1
+    assert torch.equal(mlp(x), before)
+    assert torch.equal(x, kept)
+    assert not other["act_fn"].inplace

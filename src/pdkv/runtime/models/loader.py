@@ -15,6 +15,7 @@ from transformers.utils import logging as hf_logging
 from pdkv.errors import ConfigError, DoesNotFit, PdkvError, UnsupportedModel
 from pdkv.runtime.attention import ATTENTION_NAME, STEP_KWARG, cacheless_step
 from pdkv.runtime.kernels import native
+from pdkv.runtime.kernels.activation import overwrite_gates
 from pdkv.runtime.kernels.linear import pack_linears
 from pdkv.runtime.kernels.norm import replace_norms
 from pdkv.runtime.models.files import ModelFiles, read_header
@@ -114,6 +115,7 @@ def _use_kernels(model: Any, device: torch.device, dtype: torch.dtype, weight_st
     if kernels is not None:
         pack_linears(model, kernels, torch.bfloat16 if weight_storage == "bf16" else torch.float32)
         replace_norms(model, kernels)
+        overwrite_gates(model)
     elif weight_storage == "bf16":
         raise ConfigError(
             f"--weight-storage bf16 is for float32 arithmetic on a CPU with a C compiler; this is {dtype} on {device}. "
