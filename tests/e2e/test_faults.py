@@ -5,6 +5,7 @@ Both are in this process, so that their memory can be looked at; `test_processes
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -16,9 +17,12 @@ import pytest
 from tests.e2e.harness import decode, idle_blocks, instance, prefill
 from tests.e2e.processes import until
 
+from pdkv.core.config import EngineConfig
 from pdkv.core.events import Admitted, Fenced, FinishReason, LoadFailed, LoadFinished, LoadStarted, Quarantined
 from pdkv.core.transfer.messages import RemoteSource
+from pdkv.runtime import settings as runtime_settings
 from pdkv.runtime.instance import Instance
+from pdkv.units import NS_PER_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -56,8 +60,11 @@ def tcp() -> Iterator[None]:
 
 
 @pytest.fixture
-def pair(smollm2: str, tcp: None) -> Iterator[tuple[Instance, Instance]]:
-    """A fresh P and D over NIXL/TCP, with leases of 6 s."""
+def pair(smollm2: str, tcp: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Instance, Instance]]:
+    """A fresh P and D over NIXL/TCP, with leases of 6 s, and no fence but the READ's own end, however slow this is."""
+    monkeypatch.setattr(
+        runtime_settings, "EngineConfig", functools.partial(EngineConfig, fence_timeout_ns=240 * NS_PER_S)
+    )
     producer = instance("prefill", smollm2, transport="nixl", kv_lease_duration_s=6, **SMALL)
     consumer = instance("decode", smollm2, transport="nixl", kv_lease_duration_s=6, **SMALL)
     yield producer, consumer
