@@ -295,7 +295,10 @@ def test_top_ends_at_a_key(key: str) -> None:
         ours, theirs = pty.openpty()
         before = termios.tcgetattr(theirs)
         command = [sys.executable, "-m", "pdkv", "top", url, "--interval", "30"]
-        process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's children ignore it
+        )  # fmt: skip
         try:
             shown = b""
             while b"250 blocks" not in shown:

@@ -239,6 +239,13 @@ def test_draining_refuses(host: str, headers: dict[str, str], body: Any, status:
     assert words in answer["error"]["message"]
 
 
+def test_a_web_page_cannot_drain() -> None:
+    """What a browser sends across origins without asking first is not taken."""
+    status, answer = admin("127.0.0.1", "/admin/drain", {"instance": "decode-0"}, {"content-type": "text/plain"})
+    assert status == 415
+    assert "application/json" in answer["error"]["message"]
+
+
 def test_requests_in_flight_are_counted_on_both_instances() -> None:
     async def go() -> None:
         gate = asyncio.Event()

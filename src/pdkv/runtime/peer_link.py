@@ -53,10 +53,10 @@ class PeerLink:
         self.last_used_ns = now_ns
         self._context = context
         self._shown = readable(peer.engine_id)
-        self.monitor: zmq.Socket[bytes]
-        self.socket = self._open()
+        self.socket, self.monitor = self._open()
 
-    def _open(self) -> zmq.Socket[bytes]:
+    def _open(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """A connection, and the socket that tells what becomes of it."""
         address = ipaddress.ip_address(self.peer.host)
         if isinstance(self.line, PlainLine) and not address.is_loopback:
             raise ValueError("beyond this host peers must prove a secret, start both with --transfer-secret-file")
@@ -67,14 +67,14 @@ class PeerLink:
         opened.setsockopt(zmq.LINGER, 200)  # a DONE sent just before closing still goes out
         opened.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT_MS)
         # Tells of a connection that broke or was refused, so that nobody waits for an answer from a dead peer.
-        self.monitor = opened.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        monitor = opened.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         try:
             opened.connect(endpoint(self.peer.host, self.peer.port))
         except (zmq.ZMQError, OverflowError, ValueError):
             opened.disable_monitor()
             opened.close(linger=0)
             raise
-        return opened
+        return opened, monitor
 
     def connection_lost(self) -> bool:
         """Whether the connection broke, or could not be made, since the last call."""
@@ -90,11 +90,12 @@ class PeerLink:
         return lost
 
     def reopen(self) -> None:
-        """Connect anew and throw away what had queued up."""
-        self.socket.disable_monitor()
-        self.socket.close(linger=0)
+        """Connect anew, without what had queued up. When it cannot: ``zmq.ZMQError``, and nothing has changed."""
+        old = self.socket
+        self.socket, self.monitor = self._open()
+        old.disable_monitor()
+        old.close(linger=0)
         self.line.reset()
-        self.socket = self._open()
 
     def send(self, message: Question) -> bool:
         """Whether the socket took it, or it waits for the connection to open."""

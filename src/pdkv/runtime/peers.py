@@ -130,7 +130,10 @@ class Peers:
             link.handshake = Handshake.NONE
 
     def _no_answer(self, link: PeerLink) -> None:
-        link.reopen()  # so that what queued up for a dead peer is not delivered to the next one there
+        try:
+            link.reopen()  # so that what queued up for a dead peer is not delivered to the next one there
+        except zmq.ZMQError as error:  # no descriptor left, say: the others' heartbeats must go on
+            log.warning("%s is not connected to anew: %s", name_of(link.peer), readable(str(error)))
         cause = f"{name_of(link.peer)} did not answer the handshake within 5 s: is it reachable?"
         self._in_vain(link, Handshake.NONE, cause)
 

@@ -32,6 +32,9 @@ class Drains:
         if not _is_local(request):
             return _refused()
         try:
+            if not request.headers.get("content-type", "").startswith("application/json"):
+                # A web page in a browser on this host could send anything else without being asked.
+                raise ApiError(415, "send this as content-type: application/json")
             body = parse_json(await read_body(request))
             seat = self._find(body.get("instance"))
             wanted = body.get("drain", True)
