@@ -34,7 +34,7 @@ MODELS: tuple[tuple[Group, ...], ...] = (
     (WindowGroup(block_size=BLOCK, window=2 * BLOCK + 1),),
 )
 _BLOCKS_OF_A_GROUP = MAX_LEN // BLOCK + 1  # that the longest request needs at most
-_PATIENCE_NS = 300_000 * MS  # everything must have ended so long after the last arrival
+_PATIENCE_NS = 1200_000 * MS  # everything must have ended so long after the last arrival
 _MOST_ACTIONS = 2_000  # per request: more means that somebody goes round in circles
 
 #: Hears the story: (time in ns, who, what, details).
