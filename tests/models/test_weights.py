@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from tests.models.configs import LLAMA
 
 from pdkv.errors import UnsupportedModel
 from pdkv.models.catalog import catalog
@@ -28,20 +29,6 @@ FAMILIES = [
     "mixtral", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2",
 ]  # fmt: skip
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
 
 
 def weights(config: dict[str, Any], name: str = "model", **asked: Any) -> Weights:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models.configs import LLAMA
 
 from pdkv.errors import ConfigError, PdkvError, UnsupportedModel
 from pdkv.models.families import spec_from_config
@@ -20,20 +21,6 @@ from pdkv.plan.options import PlanOptions
 from pdkv.plan.planner import make_plan
 from pdkv.source import PlannedModel, find_spec
 from pdkv.units import GIB
-
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
 
 
 def model(config: dict[str, Any] = LLAMA, name: str = "llama-3.1-8b") -> PlannedModel:
