@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file, it finds its neighbours too
-from tests.core.group_cache import GroupCache
+from tests.core.group_cache import GroupCache, one_row
 from tests.core.helpers import prefix_tags
 
 from pdkv.core.blocks.groups import (
@@ -33,7 +33,7 @@ from pdkv.core.blocks.hashing import raw_sha256
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
 from pdkv.core.ledger import Account
-from pdkv.core.ports import Batch, NewRequest
+from pdkv.core.ports import NewRequest
 from pdkv.core.scheduler.admission import fit_chunk
 from pdkv.core.scheduler.request import Request, Status
 from pdkv.core.speculation import Speculation
@@ -166,19 +166,7 @@ class BlockLives:
                 written = table[0, start // kind.block_size : -(-(start + tokens) // kind.block_size)].tolist()
                 assert all(owners_of[block] == 1 for block in written), "a block is written that others hold"
         request.num_computed = start + tokens
-        self.cache.run(
-            Batch(
-                request_ids=(request.request_id,),
-                num_scheduled=np.asarray([tokens], dtype=np.int32),
-                num_computed=np.asarray([start], dtype=np.int32),
-                tokens=request.tokens[start : start + tokens].copy(),
-                pending=np.zeros(1, dtype=np.bool_),
-                block_tables=tables[0],
-                samples=np.zeros(1, dtype=np.bool_),
-                group_tables=tables,
-                copies=copies,
-            )
-        )
+        self.cache.run(one_row(request, start, tokens, tables, copies))
         for owner in owners:
             self.manager.release(owner)
         self.manager.new_step()

@@ -10,6 +10,7 @@ from tests.core.helpers import next_token, prefix_tags
 
 from pdkv.core.blocks.groups import ChunkedGroup, Group, ReferenceWindowGroup, RingGroup, StateGroup, WindowGroup
 from pdkv.core.ports import Batch, Int32Array, NewRequest, Outputs
+from pdkv.core.scheduler.request import Request
 
 
 class GroupCache:
@@ -102,3 +103,18 @@ class GroupCache:
         assert target != 0, f"{batch.request_ids[row]}: no block for its state after {end} tokens"
         self.states[target] = tags[end - 1]
         written.add(target)
+
+
+def one_row(request: Request, start: int, tokens: int, tables: tuple[Int32Array, ...], copies: Int32Array) -> Batch:
+    """A batch of one request that computes ``tokens`` known tokens from ``start`` on and samples nothing."""
+    return Batch(
+        request_ids=(request.request_id,),
+        num_scheduled=np.asarray([tokens], dtype=np.int32),
+        num_computed=np.asarray([start], dtype=np.int32),
+        tokens=request.tokens[start : start + tokens].copy(),
+        pending=np.zeros(1, dtype=np.bool_),
+        block_tables=tables[0],
+        samples=np.zeros(1, dtype=np.bool_),
+        group_tables=tables,
+        copies=copies,
+    )

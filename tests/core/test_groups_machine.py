@@ -10,14 +10,14 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.core.group_cache import GroupCache
+from tests.core.group_cache import GroupCache, one_row
 
 from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Group, StateGroup, WindowGroup, granularity
 from pdkv.core.blocks.hashing import raw_sha256
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
 from pdkv.core.ledger import Account
-from pdkv.core.ports import Batch, NewRequest
+from pdkv.core.ports import NewRequest
 from pdkv.core.scheduler.admission import align_chunk
 from pdkv.core.scheduler.request import Request, Status
 
@@ -102,18 +102,7 @@ class GroupsMachine(RuleBasedStateMachine):
             manager.blocks_of(request.request_id, group).reshape(1, -1).copy() for group in range(len(manager.kinds))
         )
         request.num_computed = start + tokens
-        batch = Batch(
-            request_ids=(request.request_id,),
-            num_scheduled=np.asarray([tokens], dtype=np.int32),
-            num_computed=np.asarray([start], dtype=np.int32),
-            tokens=request.tokens[start : start + tokens].copy(),
-            pending=np.zeros(1, dtype=np.bool_),
-            block_tables=tables[0],
-            samples=np.zeros(1, dtype=np.bool_),
-            group_tables=tables,
-            copies=copies,
-        )
-        self.cache.run(batch)
+        self.cache.run(one_row(request, start, tokens, tables, copies))
         for owner in owners:
             manager.release(owner)
         manager.new_step()
