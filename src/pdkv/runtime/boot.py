@@ -147,7 +147,9 @@ class InstanceMemory:
     def transfer(self) -> TransferMemory:
         """The same memory as the mover and the peers see it."""
         pool = self.pool
-        return TransferMemory(pool.memory, pool.bytes_per_block, pool.num_blocks, self.slots, self.num_slots)
+        return TransferMemory(
+            pool.memory, pool.bytes_per_block, pool.num_blocks, self.slots, self.num_slots, pool.ranks
+        )
 
     def close(self) -> None:
         """Give it back; nothing may transfer any more."""

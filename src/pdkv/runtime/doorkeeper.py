@@ -30,13 +30,17 @@ class PeerIdentity:
 
 @dataclass(frozen=True)
 class TransferMemory:
-    """What peers read and what READs fill: the pool, and the lease slots (little-endian uint64[num_slots, 2])."""
+    """What peers read and what READs fill: the pool, and the lease slots (little-endian uint64[num_slots, 2]).
+
+    The pool's memory is that of all ``ranks``, as `KvPool` lays it out; ``bytes_per_block`` are one rank's.
+    """
 
     pool: SharedMemory | DeviceMemory
     bytes_per_block: int
     num_blocks: int
     slots: SharedMemory
     num_slots: int
+    ranks: int = 1
 
 
 def differing_facts(our_name: str, ours: Mapping[str, str], their_name: str, theirs: Mapping[str, str]) -> str | None:

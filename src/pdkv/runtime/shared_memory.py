@@ -69,12 +69,15 @@ class SharedMemory:
         self.nbytes = nbytes
         self.address: int = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
 
-    def array(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | int) -> npt.NDArray[Any]:
-        """The first bytes as an array of ``dtype`` and ``shape``; a view, it stays valid after ``close()``."""
+    def array(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | int, offset_bytes: int = 0) -> npt.NDArray[Any]:
+        """What lies at ``offset_bytes`` as an array of ``dtype`` and ``shape``; a view, valid after ``close()``, too.
+
+        Raises ``ValueError`` when the memory ends before it.
+        """
         if self._mapping is None:
             raise ValueError("shared memory is closed")
         count = math.prod(shape) if isinstance(shape, tuple) else shape
-        return np.frombuffer(self._mapping, dtype=dtype, count=count).reshape(shape)
+        return np.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset_bytes).reshape(shape)
 
     def close(self) -> None:
         """Close the descriptor and unmap; while arrays on it live, the memory itself stays until the last is gone."""
