@@ -6,6 +6,7 @@
 #   make check  lint, types, import floors, fast tests
 #   make serve  the OpenAI server on http://127.0.0.1:8000   (MODEL=..., ARGS='--max-model-len 4096')
 #   make bench  speed, beside vLLM when PEER_PYTHON names an interpreter that has it
+#   make bench-transfer  GB/s and added latency of KV transfers, beside memcpy (half a minute)
 #   make setup  only the environment;  make clean  removes it
 VENV  := .venv
 PY    := $(VENV)/bin/python
@@ -19,7 +20,7 @@ SEEDS ?= 0:300
 FAST_TESTS := tests/core tests/layout tests/models tests/logs tests/plan tests/explain tests/cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test faults proof check bench format clean
+.PHONY: help setup demo serve test faults proof check bench bench-transfer format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -54,6 +55,9 @@ check: $(READY)
 
 bench: $(READY)
 	@$(PY) benchmarks/serve.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON)) $(ARGS)
+
+bench-transfer: $(READY)
+	@$(PY) benchmarks/transfer.py $(ARGS)
 
 format: $(READY)
 	@$(VENV)/bin/ruff check --fix .

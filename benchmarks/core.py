@@ -24,6 +24,7 @@ from typing import Any
 
 from core_ours import Side
 from core_work import BLOCK, DECODERS, MILLION
+from report import say
 
 _HERE = Path(__file__).parent
 
@@ -63,11 +64,6 @@ class Peer:
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait(30)
-
-
-def say(line: str) -> None:
-    """Progress goes to stderr: stdout is for the result."""
-    print(f"{datetime.datetime.now():%H:%M:%S} load {os.getloadavg()[0]:.1f}  {line}", file=sys.stderr, flush=True)
 
 
 class Comparison:

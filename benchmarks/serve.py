@@ -9,10 +9,8 @@ is the median over pairs of the same round (higher: pdkv is faster); those that 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import shutil
 import statistics
 import sys
@@ -24,9 +22,15 @@ from typing import Any
 import measure
 import pd_legs
 from children import ChildFailed, Engine
+from report import machine, say
 from workload import paired_ratio, summary
 
-TRANSFER_BYTES = 64 * 10**6
+TRANSFER = {
+    "block_bytes": 737_280,  # 16 tokens of SmolLM2-135M in fp32: all layers, K and V
+    "num_blocks": 256,
+    "count": 87,  # 64 MB
+    "bare_nixl": True,
+}
 BARS = {
     "decode_1": 1.0,
     "decode_8": 1.0,
@@ -43,15 +47,10 @@ _PARTS = ("transfer", "compute", "legs")
 _HERE = Path(__file__).parent
 
 
-def say(line: str) -> None:
-    """Progress goes to stderr: stdout is for the result."""
-    print(f"{datetime.datetime.now():%H:%M:%S} load {os.getloadavg()[0]:.1f}  {line}", file=sys.stderr, flush=True)
-
-
 def transfers(args: argparse.Namespace, log_dir: Path) -> dict[str, Any]:
-    """GB/s of pdkv's READ, of a bare NIXL READ and of a memory copy of the same bytes; `Control.submit` times."""
+    """GB/s of pdkv's READ, of a bare NIXL READ and of a memory copy of the same blocks; `Control.submit` times."""
     env = {"PYTHONPATH": str(_HERE.parent / "src")}
-    config = {"transport": args.transport, "bytes": TRANSFER_BYTES}
+    config = {"transport": args.transport, **TRANSFER}
     child = Engine("transfer", [sys.executable, "engine_transfer.py"], env, log_dir, config, 120.0)
     try:
         ways = ("pdkv", "bare_nixl", "memcpy")
@@ -126,28 +125,6 @@ def legs(args: argparse.Namespace, log_dir: Path) -> dict[str, Any]:
             )
         runs = pd_legs.measure_pairs(pairs, facts["word_ids"], args.leg_rounds, say)
     return {"threads": threads, "figures": pd_legs.report(runs), "ratios": pd_legs.ratios(runs)}
-
-
-def machine() -> dict[str, Any]:
-    """What it ran on."""
-    cpu = next(
-        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor(),
-    )
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "load_average_before": os.getloadavg(),
-    }
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def medians(ratios: dict[str, Any], names: dict[str, float]) -> dict[str, float | None]:
