@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from benchmarks.plain_pool import plain
 
 from pdkv.core.engine import Identity
 from pdkv.core.ports import Batch, Keepalive, Plan, PostRead, ReadEnded
@@ -18,6 +19,7 @@ from pdkv.core.transfer.proof import lease_token, proof_key, prove
 from pdkv.errors import FenceLost
 from pdkv.runtime.control import Control, PeerIdentity, TransferMemory
 from pdkv.runtime.device_memory import DeviceMemory
+from pdkv.runtime.geometry import Geometry
 from pdkv.runtime.mover_host import MoverKind
 from pdkv.runtime.shared_memory import SharedMemory
 
@@ -32,20 +34,21 @@ def empty_plan(step_id: int = 0, **fields: object) -> Plan:
     return Plan(step_id=step_id, batch=batch, **fields)  # type: ignore[arg-type]
 
 
-def _pool(device: str, num_blocks: int, bytes_per_block: int) -> tuple[SharedMemory | DeviceMemory, Any]:
+def _pool(device: str, geometry: Geometry) -> tuple[SharedMemory | DeviceMemory, Any]:
+    shape = geometry.ranks * geometry.num_blocks, geometry.bytes_per_block
     if device == "cpu":
-        pool = SharedMemory(num_blocks * bytes_per_block)
-        return pool, pool.array(np.uint8, (num_blocks, bytes_per_block))
+        pool = SharedMemory(geometry.nbytes)
+        return pool, pool.array(np.uint8, shape)
     import torch
 
-    tensor = torch.zeros((num_blocks, bytes_per_block), dtype=torch.uint8, device=device)
+    tensor = torch.zeros(shape, dtype=torch.uint8, device=device)
     torch.cuda.synchronize()
     return DeviceMemory(tensor), tensor
 
 
 class Half:
     """One instance without an engine: a pool of numbered ``blocks`` of bytes (a NumPy view; on CUDA a tensor), and a
-    Control."""
+    Control. Each is what the block consists of on one rank, in memory's order, if the pool has a ``geometry``."""
 
     def __init__(
         self,
@@ -56,13 +59,15 @@ class Half:
         device: str = "cpu",
         num_blocks: int = 64,
         bytes_per_block: int = 4096,
+        geometry: Geometry | None = None,
         facts: dict[str, str] | None = None,
         lease_ns: int = LEASE_NS,
         port: int = 0,
         secret: bytes | None = None,
         engine_age_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.pool, self.blocks = _pool(device, num_blocks, bytes_per_block)
+        self.geometry = geometry or plain(num_blocks, bytes_per_block)
+        self.pool, self.blocks = _pool(device, self.geometry)
         self.slots = SharedMemory(64 * 16)
         self.slot_words = self.slots.array(np.uint64, (64, 2))
         self.identity = Identity(engine_id=name, nonce=secrets.randbits(63), secret=secrets.token_bytes(32))
@@ -71,7 +76,7 @@ class Half:
         self.handles = 0
         self.control = Control(
             PeerIdentity(self.identity, dict(facts or FACTS)),
-            TransferMemory(self.pool, bytes_per_block, num_blocks, self.slots, 64),
+            TransferMemory(self.pool, self.geometry, self.slots, 64),
             port=port,
             transport=transport,
             mover=mover,

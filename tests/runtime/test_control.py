@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from benchmarks.plain_pool import plain
 from benchmarks.transfer_half import FACTS, Half
 from tests.nixl_here import HAS_NIXL, needs_nixl
 
@@ -414,7 +415,7 @@ def test_agent_metadata_that_is_none_fails_the_read_only() -> None:
         pool_address=4096,
         slots_address=8192,
     )
-    memory = PeerMemory(bytes_per_block=4096, num_blocks=64, num_slots=64, nixl=offer)
+    memory = PeerMemory(geometry=plain(64, 4096), num_slots=64, nixl=offer)
     consumer = Half("consumer", transport="nixl").start()
     of_fake = consumer.grant((1,))  # proved with the consumer's own key, which the fake peer tells as its own
     told = {"nonce": of_fake.grant.nonce, "grant_key": proof_key(consumer.identity.secret)}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from benchmarks.plain_pool import plain
 
 from pdkv.core.engine import Identity
 from pdkv.core.transfer.messages import Done, Heartbeat
@@ -23,8 +24,8 @@ LEASE_NS = 1000
 def door() -> Iterator[Doorkeeper]:
     pool, slots = SharedMemory(16 * 64), SharedMemory(8 * 16)
     slots.array(np.uint64, (8, 2))[2] = (IDENTITY.nonce, 5)
-    memory = TransferMemory(pool, 64, 16, slots, 8)
-    described = PeerMemory(bytes_per_block=64, num_blocks=16, num_slots=8)
+    memory = TransferMemory(pool, plain(16, 64), slots, 8)
+    described = PeerMemory(geometry=plain(16, 64), num_slots=8)
     yield Doorkeeper(PeerIdentity(IDENTITY, FACTS), FACTS, memory, LEASE_NS, lambda: (described, 4))
     pool.close()
     slots.close()

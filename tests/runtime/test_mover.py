@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from benchmarks.plain_pool import plain
 from tests.nixl_here import HAS_NIXL
 
 from pdkv.runtime.mover_channel import MoverChannel
@@ -50,18 +51,17 @@ class Driven:
                 agent="a",
                 pool_fd=self.pool.fd,
                 slots_fd=self.slots.fd,
-                bytes_per_block=64,
-                num_blocks=8,
+                geometry=plain(8, 64),
                 num_slots=4,
             )
         )
 
     def _start_thread(self, transport: str) -> MoverChannel:
-        local = LocalMemory(pool=self.pool, slots=self.slots, bytes_per_block=64, num_blocks=8, num_slots=4)
+        local = LocalMemory(pool=self.pool, slots=self.slots, geometry=plain(8, 64), num_slots=4)
         return MoverThread(transport, "a", local)
 
     def memory(self, **changes: object) -> PeerMemory:
-        fields = {"bytes_per_block": 64, "num_blocks": 8, "num_slots": 4, **changes}
+        fields = {"geometry": plain(8, 64), "num_slots": 4, **changes}
         return PeerMemory(shm=shm_offer(self.pool, self.slots), **fields)  # type: ignore[arg-type]
 
     def next(self) -> FromMover | None:
@@ -128,12 +128,12 @@ def test_peers_that_are_unknown_forgotten_or_of_another_shape(mover: Driven) -> 
     mover.process.send(Forget(peer="p"))
     mover.process.send(Forget(peer="p"))
     mover.post(2, [0], [1])
-    mover.process.send(Connect(peer="p", memory=mover.memory(bytes_per_block=128)))
+    mover.process.send(Connect(peer="p", memory=mover.memory(geometry=plain(8, 128))))
     mover.post(3, [0], [1])
     errors = [ended.error for ended in (mover.next(), mover.next(), mover.next()) if isinstance(ended, Ended)]
     assert "nobody is not connected" in str(errors[0])
     assert "p is not connected" in str(errors[1])
-    assert "128 bytes" in str(errors[2])
+    assert "has 128 bytes a head's vector, ours 64" in str(errors[2])
 
 
 def test_unknown_cancels_and_serving_do_no_harm(mover: Driven) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from benchmarks.plain_pool import plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,10 +101,10 @@ class Bench:
         self.theirs = theirs
         self.sock.setblocking(False)
         slots = SharedMemory(4096)
-        memory = LocalMemory(slots, slots, BLOCK_BYTES, NUM_BLOCKS, 4)
+        memory = LocalMemory(slots, slots, plain(NUM_BLOCKS, BLOCK_BYTES), 4)
         self.mover = Mover(theirs, self.transport, memory)
         self.frames = FrameBuffer()
-        described = PeerMemory(bytes_per_block=BLOCK_BYTES, num_blocks=NUM_BLOCKS, num_slots=4)
+        described = PeerMemory(geometry=plain(NUM_BLOCKS, BLOCK_BYTES), num_slots=4)
         ids = np.arange(blocks, dtype="<i4")
         post = Post(handle=1, peer="p", remote_blocks=ids.tobytes(), local_blocks=ids[::-1].tobytes(), slot=2)
         self.tell(Connect(peer="p", memory=described))
@@ -136,7 +137,7 @@ class Bench:
 def test_ready_is_said_first() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        memory = LocalMemory(SharedMemory(64), SharedMemory(64), 64, 1, 4)
+        memory = LocalMemory(SharedMemory(64), SharedMemory(64), plain(1, 64), 4)
         Mover(theirs, ScriptedTransport(), memory, closing=lambda: True).run()
         (frame,) = FrameBuffer().feed(ours.recv(4096))
         assert decode_from_mover(frame) == Ready(offer=None)

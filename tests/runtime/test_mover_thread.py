@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.plain_pool import plain
 from benchmarks.transfer_half import Half
 from tests.nixl_here import needs_nixl
 
@@ -49,7 +50,7 @@ class Unclosable(ShmTransport):
 
 @pytest.fixture
 def memory() -> Iterator[LocalMemory]:
-    local = LocalMemory(SharedMemory(8 * 64), SharedMemory(4 * 16), 64, 8, 4)
+    local = LocalMemory(SharedMemory(8 * 64), SharedMemory(4 * 16), plain(8, 64), 4)
     yield local
     local.pool.close()
     local.slots.close()

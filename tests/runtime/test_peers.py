@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from benchmarks.plain_pool import plain
 from tests.core.helpers import PEER
 
 from pdkv.runtime.peer_link import Handshake, PeerLink
@@ -32,7 +33,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 def test_a_link_that_cannot_be_opened_anew_keeps_its_old_connection(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     """Its handshake fails; heartbeats to everybody else must go on."""
-    peers = Peers(context, "D", {}, 64, TransferStats(), beat_ns=10**9)
+    peers = Peers(context, "D", {}, plain(4, 64), TransferStats(), beat_ns=10**9)
     link = peers.link(PEER, 0)
     assert isinstance(link, PeerLink)
     peers.ask(link, 0)

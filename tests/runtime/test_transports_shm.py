@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
+from benchmarks.plain_pool import plain
 
 from pdkv.errors import DoesNotFit
 from pdkv.runtime.shared_memory import SharedMemory
@@ -20,7 +21,7 @@ from pdkv.runtime.wire import PeerMemory
 
 @pytest.fixture
 def local() -> Iterator[LocalMemory]:
-    memory = LocalMemory(SharedMemory(8 * 64), SharedMemory(4 * 16), 64, 8, 4)
+    memory = LocalMemory(SharedMemory(8 * 64), SharedMemory(4 * 16), plain(8, 64), 4)
     yield memory
     memory.pool.close()
     memory.slots.close()
@@ -28,7 +29,7 @@ def local() -> Iterator[LocalMemory]:
 
 @pytest.fixture
 def remote() -> Iterator[LocalMemory]:
-    memory = LocalMemory(SharedMemory(8 * 64), SharedMemory(4 * 16), 64, 8, 4)
+    memory = LocalMemory(SharedMemory(8 * 64), SharedMemory(4 * 16), plain(8, 64), 4)
     memory.pool.array(np.uint8, 512)[:] = np.arange(512) % 251
     memory.slots.array(np.uint64, (4, 2))[2] = (2**64 - 1, 12)
     yield memory
@@ -38,7 +39,7 @@ def remote() -> Iterator[LocalMemory]:
 
 def offered(memory: LocalMemory, **changes: object) -> PeerMemory:
     shm = msgspec.structs.replace(shm_offer(memory.pool, memory.slots), **changes)
-    return PeerMemory(bytes_per_block=64, num_blocks=8, num_slots=4, shm=shm)
+    return PeerMemory(geometry=plain(8, 64), num_slots=4, shm=shm)
 
 
 def posted(transport: ShmTransport, *segments: tuple[int, int, int]) -> Copy:
@@ -98,7 +99,7 @@ def test_what_is_not_the_announced_file_is_refused(
 
 
 def test_a_smaller_file_than_announced_is_refused(local: LocalMemory, remote: LocalMemory) -> None:
-    memory = msgspec.structs.replace(offered(remote), num_blocks=9)
+    memory = msgspec.structs.replace(offered(remote), geometry=plain(9, 64))
     with pytest.raises(TransportError, match="512 bytes, 576 were announced"):
         ShmTransport(local).connect("p", memory)
 

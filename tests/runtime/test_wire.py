@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from benchmarks.plain_pool import plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,8 +26,7 @@ from pdkv.runtime.wire import (
 )
 
 MEMORY = PeerMemory(
-    bytes_per_block=64,
-    num_blocks=4,
+    geometry=plain(4, 64),
     num_slots=2,
     nixl=NixlOffer(
         agent="a",

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from benchmarks.plain_pool import plain
 
 from pdkv.core.transfer.messages import Announce, Done, Gone, Grant, Heartbeat, Register, Withdraw
 from pdkv.runtime import wire
@@ -44,7 +45,7 @@ NIXL = NixlOffer(
     agent="a", metadata=b"\0\xff" * 9, pool_kind="VRAM", pool_device=3, pool_address=2**47, slots_address=2**47 + 1
 )
 SHM = ShmOffer(boot_id="b", pid=9, pool_fd=3, pool_inode=2**40, slots_fd=4, slots_inode=5)
-MEMORY = PeerMemory(bytes_per_block=64, num_blocks=4, num_slots=2, shm=SHM, nixl=NIXL)
+MEMORY = PeerMemory(geometry=plain(4, 64), num_slots=2, shm=SHM, nixl=NIXL)
 GRANT = Grant(
     block_ids=(1, 2),
     num_tokens=32,
@@ -58,7 +59,7 @@ GRANT = Grant(
 HELLO_REPLY = HelloReply(
     seq=1, engine_id="p", nonce=3, grant_key=b"k" * 32, epoch=1, lease_ns=10, facts={"a": "b"}, memory=MEMORY
 )
-START = Start(transport="shm", agent="a", pool_fd=3, slots_fd=4, bytes_per_block=64, num_blocks=4, num_slots=2)
+START = Start(transport="shm", agent="a", pool_fd=3, slots_fd=4, geometry=plain(4, 64), num_slots=2)
 MESSAGES: dict[Callable[[bytes], Any], tuple[Any, ...]] = {
     decode_question: (
         Hello(seq=1, engine_id="d", target="p", facts={"dtype": "float32"}),
@@ -133,7 +134,7 @@ def bounds_hold(message: Any) -> None:
         case HelloReply():
             assert len(message.grant_key) == 32
             memory = message.memory
-            assert 0 <= memory.num_blocks * memory.bytes_per_block < 2**62  # an address behind it is a 64-bit word
+            assert 0 < memory.geometry.nbytes <= 2**62  # an address behind it is a 64-bit word
             assert 0 <= memory.num_slots < 2**31
 
 
@@ -237,6 +238,13 @@ def test_other_channels_messages_are_dropped(decode: Callable[[bytes], Any]) -> 
                 decode(encoded(message))
 
 
+def with_geometry(**changes: int) -> PeerMemory:
+    """Memory whose geometry is one that no instance can have."""
+    geometry = msgspec.structs.asdict(MEMORY.geometry) | changes
+    impossible = msgspec.defstruct("Impossible", list(geometry))(**geometry)
+    return msgspec.structs.replace(MEMORY, geometry=impossible)
+
+
 @pytest.mark.parametrize("decode", [decode_question, decode_answer], ids=lambda d: d.__name__)
 def test_oversized_frames_are_not_even_looked_at(decode: Callable[[bytes], Any]) -> None:
     with pytest.raises(BadFrame, match="at most"):
@@ -246,10 +254,14 @@ def test_oversized_frames_are_not_even_looked_at(decode: Callable[[bytes], Any])
 @pytest.mark.parametrize(
     "bad",
     [
-        msgspec.structs.replace(MEMORY, num_blocks=-1),
-        msgspec.structs.replace(MEMORY, num_blocks=2**62),
+        with_geometry(num_blocks=-1),
+        with_geometry(num_blocks=2**62),
+        with_geometry(head_bytes=2**40),
+        with_geometry(num_blocks=2**30, block_size=2**30, head_bytes=8),
+        with_geometry(layers=0),
+        with_geometry(ranks=2**11, heads=2**11),
+        with_geometry(ranks=2, heads=3),
         msgspec.structs.replace(MEMORY, num_slots=2**63),
-        msgspec.structs.replace(MEMORY, bytes_per_block=2**40),
         msgspec.structs.replace(MEMORY, shm=msgspec.structs.replace(SHM, pid=2**40)),
         msgspec.structs.replace(MEMORY, shm=msgspec.structs.replace(SHM, pool_fd=-1)),
         msgspec.structs.replace(MEMORY, nixl=msgspec.structs.replace(NIXL, pool_address=2**63)),

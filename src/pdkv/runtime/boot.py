@@ -132,9 +132,10 @@ def capacity_lines(capacity: Capacity, block_size: int) -> list[str]:
 class InstanceMemory:
     """What one instance holds for KV: the paged pool, and the lease slots that peers read (host memory always)."""
 
-    def __init__(self, pool: KvPool) -> None:
-        """Takes the pool over, with at least one slot a block."""
+    def __init__(self, pool: KvPool, heads: int) -> None:
+        """Takes the pool over, with at least one slot a block; ``heads`` are the model's KV heads, of all ranks."""
         self.pool = pool
+        self._heads = heads
         self.num_slots = max(1024, pool.num_blocks)
         self.slots = SharedMemory(self.num_slots * SLOT_BYTES)
 
@@ -146,10 +147,7 @@ class InstanceMemory:
     @property
     def transfer(self) -> TransferMemory:
         """The same memory as the mover and the peers see it."""
-        pool = self.pool
-        return TransferMemory(
-            pool.memory, pool.bytes_per_block, pool.num_blocks, self.slots, self.num_slots, pool.ranks
-        )
+        return TransferMemory(self.pool.memory, self.pool.geometry(self._heads), self.slots, self.num_slots)
 
     def close(self) -> None:
         """Give it back; nothing may transfer any more."""
@@ -169,7 +167,7 @@ def allocate(model: LoadedModel, capacity: Capacity, block_size: int) -> Instanc
         str(model.device),
     )
     assert pool.bytes_per_block == capacity.bytes_per_block, "layout and pool disagree about a block's bytes"
-    return InstanceMemory(pool)
+    return InstanceMemory(pool, model.kv_heads)
 
 
 def _assemble(
@@ -236,7 +234,7 @@ def instance_info(
 
 
 def peer_facts(model: LoadedModel, block_size: int) -> dict[str, str]:
-    """What must be equal on both sides for one to read the other's KV byte for byte."""
+    """What must be equal on both sides for one to read the other's KV; pools are compared as `geometry.unlike` does."""
     return {
         "pdkv version": __version__,
         "model": model.fingerprint,

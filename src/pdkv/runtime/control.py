@@ -248,7 +248,7 @@ class Control:
             context=context,
             engine_id=self._identity.core.engine_id,
             facts=facts,
-            bytes_per_block=self._memory.bytes_per_block,
+            geometry=self._memory.geometry,
             stats=self._stats,
             beat_ns=self._lease_ns // 6,
             secret=self._secret,

@@ -11,6 +11,7 @@ from pdkv.core.engine import Identity
 from pdkv.core.transfer.messages import Heartbeat, ToProducer
 from pdkv.core.transfer.proof import proof_key
 from pdkv.runtime.device_memory import DeviceMemory
+from pdkv.runtime.geometry import Geometry
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.shown import quoted, readable
 from pdkv.runtime.wire import Answer, Hello, HelloReply, PeerMemory, Question, Refused
@@ -32,15 +33,13 @@ class PeerIdentity:
 class TransferMemory:
     """What peers read and what READs fill: the pool, and the lease slots (little-endian uint64[num_slots, 2]).
 
-    The pool's memory is that of all ``ranks``, as `KvPool` lays it out; ``bytes_per_block`` are one rank's.
+    The pool's memory is that of all ranks, as ``geometry`` says.
     """
 
     pool: SharedMemory | DeviceMemory
-    bytes_per_block: int
-    num_blocks: int
+    geometry: Geometry
     slots: SharedMemory
     num_slots: int
-    ranks: int = 1
 
 
 def differing_facts(our_name: str, ours: Mapping[str, str], their_name: str, theirs: Mapping[str, str]) -> str | None:
@@ -55,8 +54,8 @@ def differing_facts(our_name: str, ours: Mapping[str, str], their_name: str, the
         return None
     return (
         "; ".join(differences[:_SHOWN_FACTS])
-        + ". A decode instance reads a prefill instance's KV byte for byte: start both with the same model, dtype, "
-        "block size and transport"
+        + ". A decode instance reads a prefill instance's KV byte for byte: start both with the same model, dtype and "
+        "transport"
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from pdkv.errors import ConfigError, DoesNotFit
 from pdkv.runtime.device_memory import DeviceMemory
+from pdkv.runtime.geometry import Geometry
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.units import format_bytes
 
@@ -33,6 +34,18 @@ class KvPool:
         self.ranks = ranks
         self.num_blocks, self.num_layers, _, self.block_size, self.kv_heads, self.head_dim = tensor.shape
         self.bytes_per_block = tensor[0].numel() * tensor.element_size()
+
+    def geometry(self, heads: int) -> Geometry:
+        """How the bytes of all ranks lie, of a model with so many KV heads."""
+        return Geometry(
+            ranks=self.ranks,
+            num_blocks=self.num_blocks,
+            layers=self.num_layers,
+            vectors=2,
+            block_size=self.block_size,
+            heads=heads,
+            head_bytes=self.head_dim * self.tensor.element_size(),
+        )
 
     @classmethod
     def create(

@@ -25,10 +25,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 
+from pdkv.runtime.geometry import unlike
 from pdkv.runtime.parent_death import die_with_parent
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, Transport, TransportError, cut_slices
+from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, Transport, TransportError
+from pdkv.runtime.transports.segments import Mapping
 from pdkv.runtime.wire import (
     Broken,
     Cancel,
@@ -78,9 +81,9 @@ class _Read:
 
 @dataclass(slots=True)
 class _Peer:
-    num_blocks: int
-    num_slots: int
-    error: str | None = field(default=None)
+    mapping: Mapping | None  # from its pool to ours; None: nothing can be read from it, because of ``error``
+    num_slots: int = 0
+    error: str = ""
 
 
 class Mover:
@@ -157,39 +160,45 @@ class Mover:
                 raise AssertionError("a second start")
 
     def _connect(self, message: Connect) -> None:
-        peer = _Peer(message.memory.num_blocks, message.memory.num_slots)
-        self._peers[message.peer] = peer
-        if message.memory.bytes_per_block != self._memory.bytes_per_block:
-            peer.error = (
-                f"peer {message.peer} has blocks of {message.memory.bytes_per_block} bytes, "
-                f"here they have {self._memory.bytes_per_block}"
-            )
-            return
+        theirs, ours = message.memory.geometry, self._memory.geometry
+        problem = unlike(theirs, ours)
         try:
+            if problem is not None:
+                raise TransportError(f"peer {message.peer}: {problem}")
             self._transport.connect(message.peer, message.memory)
         except TransportError as error:
-            peer.error = str(error)
+            self._peers[message.peer] = _Peer(None, error=str(error))
+        else:
+            self._peers[message.peer] = _Peer(Mapping(theirs, ours), message.memory.num_slots)
 
     def _begin(self, post: Post) -> None:
-        remote = np.frombuffer(post.remote_blocks, dtype="<i4")
-        local = np.frombuffer(post.local_blocks, dtype="<i4")
-        slices = cut_slices(remote, local, self._memory.bytes_per_block)
-        read = _Read(post.handle, post.peer, time.monotonic(), slices)
-        peer = self._peers.get(post.peer)
-        error = f"peer {post.peer} is not connected" if peer is None else peer.error
-        if peer is not None and error is None:
-            error = _range_error(remote, local, post.slot, peer, self._memory.num_blocks)
-        if error is None:
-            try:
-                self._transport.check_peer(post.peer)
-                self._prepare(read)
-                read.last = self._transport.prepare_slot(post.peer, post.slot)
-            except TransportError as failure:
-                error = str(failure)
-        if error is not None:
-            self._end(read, None, error)
+        read = _Read(post.handle, post.peer, time.monotonic(), iter(()))
+        try:
+            read.slices = self._slices(post)
+            self._transport.check_peer(post.peer)
+            self._prepare(read)
+            read.last = self._transport.prepare_slot(post.peer, post.slot)
+        except TransportError as error:
+            self._end(read, None, str(error))
         else:
             self._reads.append(read)
+
+    def _slices(self, post: Post) -> Iterator[Slice]:
+        """What ``post`` asks for. Raises `TransportError` for what there is not."""
+        peer = self._peers.get(post.peer)
+        if peer is None:
+            raise TransportError(f"peer {post.peer} is not connected")
+        if peer.mapping is None:
+            raise TransportError(peer.error)
+        remote = np.frombuffer(post.remote_blocks, dtype="<i4")
+        local = np.frombuffer(post.local_blocks, dtype="<i4")
+        if len(remote) != len(local):
+            raise TransportError(f"{len(remote)} remote and {len(local)} local blocks")
+        _check_units("remote", remote, "peer", peer.mapping.source_units)
+        _check_units("local", local, "pool", peer.mapping.target_units)
+        if not 0 <= post.slot < peer.num_slots:
+            raise TransportError(f"lease slot {post.slot} outside the peer's {peer.num_slots} slots")
+        return peer.mapping.slices(remote, local)
 
     def _prepare(self, read: _Read) -> None:
         """Have the next slices ready; none is added when there are no more."""
@@ -265,16 +274,9 @@ class Mover:
         self._sock.sendall(pack(ended))
 
 
-def _range_error(remote, local, slot: int, peer: _Peer, num_blocks: int) -> str | None:  # type: ignore[no-untyped-def]
-    if len(remote) != len(local):
-        return f"{len(remote)} remote and {len(local)} local blocks"
-    if len(remote) and (int(remote.min()) < 0 or int(remote.max()) >= peer.num_blocks):
-        return f"remote block ids {remote.min()}..{remote.max()} outside the peer's {peer.num_blocks} blocks"
-    if len(local) and (int(local.min()) < 0 or int(local.max()) >= num_blocks):
-        return f"local block ids {local.min()}..{local.max()} outside the pool's {num_blocks} blocks"
-    if not 0 <= slot < peer.num_slots:
-        return f"lease slot {slot} outside the peer's {peer.num_slots} slots"
-    return None
+def _check_units(side: str, units: npt.NDArray[np.int32], whose: str, count: int) -> None:
+    if len(units) and not 0 <= int(units.min()) <= int(units.max()) < count:
+        raise TransportError(f"{side} block ids {units.min()}..{units.max()} outside the {whose}'s {count} blocks")
 
 
 def make_transport(name: str, agent: str, memory: LocalMemory) -> Transport:
@@ -308,10 +310,9 @@ def main(argv: list[str]) -> int:
     if start is None:
         return 0
     memory = LocalMemory(
-        pool=SharedMemory.attach(start.pool_fd, start.num_blocks * start.bytes_per_block),
+        pool=SharedMemory.attach(start.pool_fd, start.geometry.nbytes),
         slots=SharedMemory.attach(start.slots_fd, start.num_slots * SLOT_BYTES),
-        bytes_per_block=start.bytes_per_block,
-        num_blocks=start.num_blocks,
+        geometry=start.geometry,
         num_slots=start.num_slots,
     )
     try:

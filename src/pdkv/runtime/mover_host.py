@@ -178,8 +178,7 @@ class MoverHost:
     def describe(self) -> tuple[PeerMemory, int]:
         """(what a peer needs to read from here, its epoch)."""
         memory = PeerMemory(
-            bytes_per_block=self._memory.bytes_per_block,
-            num_blocks=self._memory.num_blocks,
+            geometry=self._memory.geometry,
             num_slots=self._memory.num_slots,
             shm=self._shm_offer() if self._transport == "shm" else None,
             nixl=self._nixl,
@@ -226,8 +225,7 @@ class MoverHost:
                 agent=agent,
                 pool_fd=memory.pool.fd,
                 slots_fd=memory.slots.fd,
-                bytes_per_block=memory.bytes_per_block,
-                num_blocks=memory.num_blocks,
+                geometry=memory.geometry,
                 num_slots=memory.num_slots,
             )
         )
@@ -237,8 +235,7 @@ class MoverHost:
         local = LocalMemory(
             pool=memory.pool,
             slots=memory.slots,
-            bytes_per_block=memory.bytes_per_block,
-            num_blocks=memory.num_blocks,
+            geometry=memory.geometry,
             num_slots=memory.num_slots,
         )
         return MoverThread(self._transport, agent, local)

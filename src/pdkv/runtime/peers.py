@@ -11,6 +11,7 @@ import zmq
 from pdkv.core.ports import Keepalive, SendMessage
 from pdkv.core.transfer.messages import Announce, Gone, Heartbeat, Peer, Register, ToConsumer
 from pdkv.runtime.doorkeeper import differing_facts
+from pdkv.runtime.geometry import Geometry, unlike
 from pdkv.runtime.peer_auth import line_for
 from pdkv.runtime.peer_link import Handshake, PeerLink, name_of
 from pdkv.runtime.shown import REASON_CHARS, quoted, readable
@@ -35,7 +36,7 @@ class Peers:
     context: zmq.Context[zmq.Socket[bytes]]
     engine_id: str
     facts: Mapping[str, str]
-    bytes_per_block: int
+    geometry: Geometry
     stats: TransferStats
     beat_ns: int
     secret: bytes | None = field(default=None, repr=False)
@@ -117,9 +118,7 @@ class Peers:
         if reply.engine_id != link.peer.engine_id:
             return f"engine {quoted(link.peer.engine_id)} is gone, {quoted(reply.engine_id)} answers there now"
         reason = differing_facts(self.engine_id, self.facts, reply.engine_id, reply.facts)
-        if reason is None and reply.memory.bytes_per_block != self.bytes_per_block:
-            reason = f"its blocks have {reply.memory.bytes_per_block} bytes, ours {self.bytes_per_block}"
-        return reason
+        return reason or unlike(reply.memory.geometry, self.geometry)
 
     def lost(self, link: PeerLink) -> None:
         """The connection to a peer broke or was refused: no answer will come, so nobody need wait for one."""

@@ -19,9 +19,10 @@ import msgspec
 
 from pdkv.core.transfer.messages import Announce, Done, Gone, Heartbeat, Register, Withdraw
 from pdkv.core.transfer.proof import KEY_BYTES, PROOF_BYTES, TOKEN_BYTES
+from pdkv.runtime.geometry import Geometry
 from pdkv.runtime.shown import readable
 
-WIRE_VERSION = "3"
+WIRE_VERSION = "4"
 MAX_FRAME_BYTES = 4 << 20
 SEAL_BYTES = 25  # of a sealed frame (`runtime.peer_auth`), in front of the message
 MAX_MOVER_FRAME_BYTES = 64 << 20
@@ -70,10 +71,9 @@ class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A peer's readable memory: ``num_blocks`` blocks of ``bytes_per_block`` bytes, and ``num_slots`` lease slots."""
+    """A peer's readable memory: a pool of this geometry, and ``num_slots`` lease slots."""
 
-    bytes_per_block: Count
-    num_blocks: Count
+    geometry: Geometry
     num_slots: Count
     shm: ShmOffer | None = None
     nixl: NixlOffer | None = None
@@ -186,8 +186,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     agent: str
     pool_fd: int
     slots_fd: int
-    bytes_per_block: int
-    num_blocks: int
+    geometry: Geometry
     num_slots: int
 
 
@@ -205,7 +204,11 @@ class Forget(msgspec.Struct, frozen=True, kw_only=True, tag="forget"):
 
 
 class Post(msgspec.Struct, frozen=True, kw_only=True, tag="post"):
-    """Read ``remote_blocks[i]`` into ``local_blocks[i]`` (both little-endian int32), then the lease slot."""
+    """Read ``remote_blocks[i]`` into ``local_blocks[i]``, then the lease slot.
+
+    Both are little-endian int32: transfer units (`transports.segments`), blocks where both sides' blocks are of one
+    size.
+    """
 
     handle: int
     peer: str

@@ -1,8 +1,8 @@
-"""What the mover asks of a transport, and how a READ is cut into slices."""
+"""What the mover asks of a transport."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.runtime.device_memory import DeviceMemory
+from pdkv.runtime.geometry import Geometry
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.wire import NixlOffer, PeerMemory
 
@@ -34,8 +35,7 @@ class LocalMemory:
 
     pool: SharedMemory | DeviceMemory
     slots: SharedMemory
-    bytes_per_block: int
-    num_blocks: int
+    geometry: Geometry
     num_slots: int
 
 
@@ -95,36 +95,3 @@ def check_ends(peer: str, segments: Slice, remote_bytes: int, local_bytes: int) 
     ends = (segments[:, :2] + segments[:, 2:]).max(axis=0).tolist()
     if ends[0] > remote_bytes or ends[1] > local_bytes:
         raise TransportError(f"peer {peer}: a segment reaches outside the pool")
-
-
-def cut_slices(
-    remote_blocks: npt.NDArray[np.int32],
-    local_blocks: npt.NDArray[np.int32],
-    bytes_per_block: int,
-    slice_bytes: int = SLICE_BYTES,
-) -> Iterator[Slice]:
-    """Slices of at most ``slice_bytes`` that cover all block pairs in order.
-
-    Pairs that are adjacent on both sides become one segment: large segments are what makes transports fast. A block
-    (or run) that crosses a slice's end is cut at the byte. (Plain Python: it runs between copies that have emptied the
-    caches, where a dozen calls into NumPy took three times as long.)
-    """
-    pairs = list(zip(remote_blocks.tolist(), local_blocks.tolist(), strict=True))
-    part: list[int] = []
-    room, at = slice_bytes, 0
-    while at < len(pairs):
-        first = at
-        at += 1
-        while at < len(pairs) and pairs[at][0] == pairs[at - 1][0] + 1 and pairs[at][1] == pairs[at - 1][1] + 1:
-            at += 1
-        remote, local = pairs[first][0] * bytes_per_block, pairs[first][1] * bytes_per_block
-        left = (at - first) * bytes_per_block
-        while left:
-            nbytes = min(left, room)
-            part += (remote, local, nbytes)
-            remote, local, left, room = remote + nbytes, local + nbytes, left - nbytes, room - nbytes
-            if room == 0:
-                yield np.array(part, dtype=np.int64).reshape(-1, 3)
-                part, room = [], slice_bytes
-    if part:
-        yield np.array(part, dtype=np.int64).reshape(-1, 3)

@@ -113,7 +113,7 @@ class NixlTransport:
             raise TransportError(f"{peer} offers no NIXL agent")
         if len(offer.metadata) > _MAX_METADATA_BYTES:
             raise TransportError(f"{peer}: agent metadata of {len(offer.metadata)} bytes")
-        self._peers[peer] = _Peer(offer, memory.num_blocks * memory.bytes_per_block, memory.num_slots)
+        self._peers[peer] = _Peer(offer, memory.geometry.nbytes, memory.num_slots)
         try:
             self._load(peer)
         except TransportError:

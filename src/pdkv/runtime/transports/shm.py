@@ -88,7 +88,7 @@ class ShmTransport:
         except OSError as error:
             raise TransportError(f"peer {peer} is gone (no process {offer.pid} here)") from error
         try:
-            pool = _map(peer, offer.pid, offer.pool_fd, offer.pool_inode, memory.num_blocks * memory.bytes_per_block)
+            pool = _map(peer, offer.pid, offer.pool_fd, offer.pool_inode, memory.geometry.nbytes)
             slots = _map(peer, offer.pid, offer.slots_fd, offer.slots_inode, memory.num_slots * SLOT_BYTES)
         except TransportError:
             os.close(pidfd)
