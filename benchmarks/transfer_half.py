@@ -65,6 +65,7 @@ class Half:
         port: int = 0,
         secret: bytes | None = None,
         engine_age_s: Callable[[], float] = lambda: 0.0,
+        now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.geometry = geometry or plain(num_blocks, bytes_per_block)
         self.pool, self.blocks = _pool(device, self.geometry)
@@ -83,7 +84,8 @@ class Half:
             lease_ns=lease_ns,
             secret=secret,
             deliver=self.inbox.put,
-            last_step_ns=lambda: time.monotonic_ns() - int(engine_age_s() * 1e9),
+            last_step_ns=lambda: now_ns() - int(engine_age_s() * 1e9),
+            now_ns=now_ns,
             on_failure=self.failures.append,
         )
 

@@ -421,7 +421,11 @@ def test_agent_metadata_that_is_none_fails_the_read_only() -> None:
     told = {"nonce": of_fake.grant.nonce, "grant_key": proof_key(consumer.identity.secret)}
     fake = FakePeer(
         lambda q: (
-            encode(HelloReply(seq=q.seq, engine_id="fake", epoch=1, lease_ns=10**9, facts=facts, memory=memory, **told))
+            encode(
+                HelloReply(
+                    seq=q.seq, engine_id="fake", epoch=1, lease_ns=10**9, clock_ns=1, facts=facts, memory=memory, **told
+                )
+            )
             if isinstance(q, Hello)
             else None
         )

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from benchmarks.transfer_half import FACTS, Half
 
-from pdkv.core.ports import FromConsumer, FromProducer, Keepalive, PeerLost, Reply, SendMessage
+from pdkv.core.ports import FromConsumer, FromProducer, Keepalive, PeerLost, PeerMet, Reply, SendMessage
 from pdkv.core.transfer.messages import Announce, Gone, Peer, Register, ToProducer, Withdraw
-from pdkv.runtime import peers as peers_module
 from pdkv.runtime.peer_link import Handshake
 
 ID = "0123456789abcdef"
@@ -89,7 +88,8 @@ def test_an_answer_goes_to_the_connection_that_registered_last(pair: tuple[Half,
         assert first != second
         producer.submit(replies=(Reply(second, Gone(ID, "over")), Reply(b"nobody", Gone(ID, "over"))))
         assert other.wait(FromProducer) == FromProducer(Gone(ID, "over"), producer.peer)
-        assert consumer.inbox.empty()
+        while not consumer.inbox.empty():
+            assert isinstance(consumer.inbox.get(), PeerMet)
     finally:
         other.close()
     registered(producer, consumer)  # the answer to nobody has harmed nothing
@@ -115,11 +115,9 @@ def test_a_withdrawal_arrives(pair: tuple[Half, Half]) -> None:
     assert (heard.message, heard.origin) == (Withdraw(ID), origin)
 
 
-def test_the_handshake_is_made_while_it_waits_and_the_connection_stays(
-    pair: tuple[Half, Half], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers_module, "_IDLE_LINK_NS", 50_000_000)
+def test_the_handshake_is_made_while_it_waits_and_the_connection_stays(pair: tuple[Half, Half]) -> None:
     producer, consumer = pair
+    consumer.control._peers.engine_ttl_ns = 50_000_000
     consumer.submit(keepalives=(Keepalive(producer.peer, (), awaited=True),))
     eventually(lambda: shaken_hands(consumer, producer.peer))
     origin = registered(producer, consumer)
@@ -172,3 +170,21 @@ def test_who_waits_for_a_peer_that_dies_is_told(pair: tuple[Half, Half], secret:
     told = consumer.wait(PeerLost)
     assert isinstance(told, PeerLost)
     assert told.peer == dies.peer
+
+
+@pytest.mark.parametrize("ahead_s", [-1000, 0, 1000])
+def test_the_handshake_tells_how_the_peers_clock_goes(ahead_s: int) -> None:
+    """Also to who asks when the handshake has long been made."""
+    producer = start("producer", now_ns=lambda: time.monotonic_ns() + ahead_s * 10**9)
+    consumer = start("consumer")
+    try:
+        for _ in range(2):
+            consumer.submit(keepalives=(Keepalive(producer.peer, (), awaited=True),))
+            met = consumer.wait(PeerMet)
+            assert isinstance(met, PeerMet)
+            assert met.peer == producer.peer
+            assert abs(met.clock_offset_ns - ahead_s * 10**9) < 5 * 10**9
+            consumer.submit()
+    finally:
+        consumer.close()
+        producer.close()

@@ -55,7 +55,9 @@ QUESTIONS = [
     Withdraw("transfer-1"),
 ]
 ANSWERS = [
-    HelloReply(seq=1, engine_id="p", nonce=3, grant_key=b"k" * 32, epoch=1, lease_ns=10, facts={}, memory=MEMORY),
+    HelloReply(
+        seq=1, engine_id="p", nonce=3, grant_key=b"k" * 32, epoch=1, lease_ns=10, clock_ns=-5, facts={}, memory=MEMORY
+    ),
     Refused(seq=2, reason="no"),
     Announce("transfer-1", "r", GRANT),
     Gone("transfer-1", "it died"),

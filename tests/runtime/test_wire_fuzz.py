@@ -57,7 +57,15 @@ GRANT = Grant(
     group_blocks=(1, 1),
 )
 HELLO_REPLY = HelloReply(
-    seq=1, engine_id="p", nonce=3, grant_key=b"k" * 32, epoch=1, lease_ns=10, facts={"a": "b"}, memory=MEMORY
+    seq=1,
+    engine_id="p",
+    nonce=3,
+    grant_key=b"k" * 32,
+    epoch=1,
+    lease_ns=10,
+    clock_ns=9,
+    facts={"a": "b"},
+    memory=MEMORY,
 )
 START = Start(transport="shm", agent="a", pool_fd=3, slots_fd=4, geometry=plain(4, 64), num_slots=2)
 MESSAGES: dict[Callable[[bytes], Any], tuple[Any, ...]] = {

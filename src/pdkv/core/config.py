@@ -32,6 +32,7 @@ class TransferPolicy:
     loads_bring_states: bool = True  # a load may begin behind a prefix whose state is not here
     skipped_go_first: bool = True  # a request that ends first gives back what no token looks at, then the rest
     failure_frees_at_once: bool = True  # a failed load's blocks come back when it is reported, not when next looked at
+    kept_gives_way: bool = True  # KV kept for a next turn goes, the oldest first, when somebody needs the memory
 
 
 STRICT = TransferPolicy(
@@ -45,6 +46,7 @@ VLLM = TransferPolicy(
     load_failure="fail",
     abort_frees_hits=False,
     failure_frees_at_once=False,
+    kept_gives_way=False,
 )
 TRANSFER_POLICIES = {policy.name: policy for policy in (STRICT, VLLM)}
 
@@ -60,6 +62,8 @@ _LEAST = {
     "kv_load_timeout_ns": 1,
     "fence_timeout_ns": 1,
     "lease_ns": 1,
+    "kept_ttl_ns": 1,
+    "kv_recompute_threshold": 0,
 }
 
 
@@ -72,6 +76,9 @@ class EngineConfig:
     ``prefix_cache_retention_interval`` thins what window and state groups keep for hits: 0 where a request can be
     resumed, N every N tokens as well, ``None`` everywhere. ``kv_events`` collects what enters and leaves the prefix
     cache, ``kv_metrics_sample`` (0, 1] the times of that share of all blocks (vLLM: 0.01 when on).
+
+    Of bidirectional mode: an answer's KV is kept for ``kept_ttl_ns``, in at most ``max_kept_fraction`` of the pool, and
+    read by the next turn's prefill if that lacks ``kv_recompute_threshold`` tokens of it or more.
     """
 
     num_blocks: int
@@ -98,6 +105,9 @@ class EngineConfig:
     fence_timeout_ns: int = 10 * NS_PER_S
     lease_ns: int = 30 * NS_PER_S
     max_leased_fraction: float = 0.8
+    kept_ttl_ns: int = 480 * NS_PER_S
+    max_kept_fraction: float = 0.8
+    kv_recompute_threshold: int = 64
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -125,6 +135,8 @@ class EngineConfig:
             raise ConfigError(f"kv_metrics_sample is {self.kv_metrics_sample}; it is a share of all blocks in (0, 1]")
         if not 0 < self.max_leased_fraction <= 1:
             raise ConfigError(f"max_leased_fraction is {self.max_leased_fraction}; it is a share of the pool in (0, 1]")
+        if not 0 < self.max_kept_fraction <= 1:
+            raise ConfigError(f"max_kept_fraction is {self.max_kept_fraction}; it is a share of the pool in (0, 1]")
         if self.transfer.load_failure not in ("recompute", "fail"):
             raise ConfigError(f"load failure policy is {self.transfer.load_failure!r}; use 'recompute' or 'fail'")
 

@@ -30,6 +30,7 @@ from pdkv.core.ports import (
     NewRequest,
     Outputs,
     PeerLost,
+    PeerMet,
     Plan,
     ReadEnded,
 )
@@ -40,7 +41,7 @@ from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.lease import LeaseSlots, SlotArray
 from pdkv.core.transfer.messages import Awaited, Done, Gone, Heartbeat, Register, RemoteSource, Withdraw
 from pdkv.core.transfer.producer import Producer
-from pdkv.core.transfer.proof import digest_tokens
+from pdkv.core.transfer.proof import bind
 from pdkv.core.transfer.rendezvous import Announcements
 from pdkv.core.validation import check_request, check_source
 from pdkv.errors import BadRequest, BlocksInUse
@@ -169,13 +170,14 @@ class Engine:
         """Forget all cached content (weights have changed, say); called with no plan outstanding.
 
         Returns False, and has done nothing, while anybody holds a block. ``reset_running_requests`` first preempts all
-        that run, newest first, so that they resume in order. Raises `BlocksInUse` when blocks are held even then: KV in
-        flight, loaded, or kept for a peer (spec block-pool 2, scheduler 7).
+        that run, newest first, so that they resume in order, and lets go what is kept for next turns. Raises
+        `BlocksInUse` when blocks are held even then: KV in flight, loaded, or leased (spec block-pool 2, scheduler 7).
         """
         assert not self._outstanding, "reset of the prefix cache while a plan is outstanding"
         self._set_time(now_ns)
         if reset_running_requests:
             self.scheduler.preempt_all()
+            self.producer.drop_turns()
         done = self.manager.pool.reset_prefix_cache()
         if reset_running_requests and not done:
             held = ", ".join(f"{one.request_id} ({one.blocks}, {one.account})" for one in self.manager.holders())
@@ -259,7 +261,13 @@ class Engine:
             case PeerLost():
                 for request in self.consumer.waits.at(item.peer):
                     self.consumer.waits.drop(request, tell=True)  # it may be alive, and only no peer for us
-                    self.scheduler.announcement_failed(request, item.cause)
+                    self.scheduler.offer_failed(request, item.cause)
+                for request in self.consumer.turns.waiting_at(item.peer):
+                    self.consumer.forget(request)
+                    self.scheduler.offer_failed(request, item.cause)
+            case PeerMet():
+                self.scheduler.blocked_by = None
+                self.consumer.turns.met(item.peer, item.clock_offset_ns)
             case ReadEnded():
                 ended = self.consumer.on_read_ended(item)
                 if ended is not None:
@@ -284,19 +292,15 @@ class Engine:
             return
         if isinstance(item.message, Gone):
             self.consumer.waits.drop(request, tell=False)
-            self.scheduler.announcement_failed(request, item.message.reason)
+            self.scheduler.offer_failed(request, item.message.reason)
             return
-        source = RemoteSource(
-            peer=item.peer,
-            request_id=item.message.request_id,
-            grant=item.message.grant,
-            prompt_digest=digest_tokens(request.new.prompt[: item.message.grant.num_tokens]),
-        )
+        announced = RemoteSource(peer=item.peer, request_id=item.message.request_id, grant=item.message.grant)
+        source = bind(announced, request.new.prompt)
         try:
             check_source(request.new, source, self.config, self.manager)
         except BadRequest as error:
             self.consumer.waits.drop(request, tell=True)
-            self.scheduler.announcement_failed(request, str(error))
+            self.scheduler.offer_failed(request, str(error))
             return
         self.scheduler.blocked_by = None
         self.consumer.announced(request, source)
@@ -320,15 +324,18 @@ class Engine:
     def _run_timers(self) -> None:
         """Leases and loads whose time is up. The inbox has been drained, so a beat that came in time counts."""
         self.producer.sweep()
+        load_s = self.config.kv_load_timeout_ns // 1_000_000_000
         for request in self.consumer.overdue():
-            seconds = self.config.kv_load_timeout_ns // 1_000_000_000
-            cause = f"not there {seconds} s after its READ was posted (--kv-load-timeout)"
+            cause = f"not there {load_s} s after its READ was posted (--kv-load-timeout)"
             self.consumer.abandon(request, cause)
             self.scheduler.load_ended(request, cause)
         for request in self.consumer.waits.overdue():
             self.consumer.waits.drop(request, tell=True)
             seconds = self.config.push_registration_timeout_ns // 1_000_000_000
-            self.scheduler.announcement_failed(request, f"not announced within {seconds} s of its arrival")
+            self.scheduler.offer_failed(request, f"not announced within {seconds} s of its arrival")
+        for request in self.consumer.turns.overdue():
+            self.consumer.forget(request)
+            self.scheduler.offer_failed(request, f"no handshake within {load_s} s with the engine that keeps it")
         self.scheduler.give_back_overdue()
         self.consumer.sweep()
 

@@ -97,11 +97,15 @@ class LoadFailed(Event, frozen=True, kw_only=True):
 
 
 class LeaseGranted(Event, frozen=True, kw_only=True):
-    """P keeps ``blocks`` blocks until a peer is done or ``deadline_ns`` passes."""
+    """P keeps ``blocks`` blocks until a peer is done or ``deadline_ns`` passes.
+
+    ``next_turn``: D keeps them, those of an answer that has ended, for the prefill of the conversation's next turn.
+    """
 
     lease_id: int
     blocks: int
     deadline_ns: int
+    next_turn: bool = False
 
 
 class LeaseRenewed(Event, frozen=True, kw_only=True):
@@ -112,11 +116,22 @@ class LeaseRenewed(Event, frozen=True, kw_only=True):
 
 
 class LeaseReleased(Event, frozen=True, kw_only=True):
-    """P let the blocks go; ``expired`` when nobody said that it was done."""
+    """The blocks were let go; ``expired`` when nobody said that it was done.
+
+    ``next_turn``: they were those of `LeaseGranted.next_turn`; ``gave_way``: to somebody here who needed the memory.
+    """
 
     lease_id: int
     blocks: int
     expired: bool
+    next_turn: bool = False
+    gave_way: bool = False
+
+
+class TurnDeclined(Event, frozen=True, kw_only=True):
+    """P does not read what D has kept of the turn before, as it expires too soon: the prompt is computed here."""
+
+    cause: str
 
 
 class Quarantined(Event, frozen=True, kw_only=True):

@@ -37,7 +37,8 @@ class NewRequest:
 
     ``produce`` keeps the KV under a lease when the request finishes (P's leg: ``do_remote_decode``), and announces that
     under ``transfer_id`` if it has one; ``source`` says where the prompt's KV already is (D's leg:
-    ``do_remote_prefill``), ``awaited`` who will announce it.
+    ``do_remote_prefill``), ``awaited`` who will announce it. Bidirectional mode: ``keep_turn`` keeps the KV of prompt
+    and answer for the conversation's next turn (D's leg), whose prefill comes with both ``produce`` and ``source``.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class NewRequest:
     transfer_id: str | None = None
     source: RemoteSource | None = None
     awaited: Awaited | None = None
+    keep_turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,14 @@ class FromProducer:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerMet:
+    """A handshake with ``peer`` stands; its clock shows ``clock_offset_ns`` more than ours, as far as is known now."""
+
+    peer: Peer
+    clock_offset_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     """Nothing can be read from ``peer`` now: no handshake with it succeeds (it is gone, another one, or unlike us)."""
 
@@ -131,7 +141,7 @@ class MoverRestarted:
     handles: tuple[int, ...]
 
 
-InboxItem = NewRequest | Abort | Decline | FromConsumer | FromProducer | PeerLost | ReadEnded | MoverRestarted
+InboxItem = NewRequest | Abort | Decline | FromConsumer | FromProducer | PeerMet | PeerLost | ReadEnded | MoverRestarted
 
 
 # ---------------------------------------------------------------------------------------------------------- plan
@@ -200,7 +210,8 @@ class Reply:
 class Keepalive:
     """Leases at one peer that the control thread renews every ``lease // 6`` until the core publishes a new set.
 
-    ``awaited``: something is to be announced there, so the connection stays and the handshake is made beforehand.
+    ``awaited``: something is to be announced or decided there, so the connection stays, the handshake is made
+    beforehand, and its outcome is told (`PeerMet`, `PeerLost`).
     """
 
     peer: Peer

@@ -40,13 +40,18 @@ def check_request(new: NewRequest, config: EngineConfig, manager: KVCacheManager
             "this instance's model attends to what an encoder put out, which is not transferred between instances. "
             "Send the request without kv_transfer_params"
         )
-    if new.source is not None:
+    if new.source is not None and new.source.expires_ns is None:  # of a kept turn what does not fit is not used
         check_source(new, new.source, config, manager)
 
 
 def check_source(new: NewRequest, source: RemoteSource, config: EngineConfig, manager: KVCacheManager) -> None:
-    """Raises `BadRequest` when the blocks that ``source`` grants are not those of a prompt such as ``new`` has."""
+    """Raises `BadRequest` when the blocks that ``source`` grants are not those of a prompt such as ``new`` has.
+
+    What was kept of the turn before may be longer than the prompt: a part of it is used then.
+    """
     grant, most = source.grant, len(new.prompt) - manager.leaves_last_token
+    if source.expires_ns is not None:
+        most = max(most, grant.num_tokens)
     counts = grant.group_blocks or (len(grant.block_ids),)
     expected = tuple(stop - first for first, stop in manager.peer_spans(grant.num_tokens))
     if not 1 <= grant.num_tokens <= most or counts != expected or len(grant.block_ids) != sum(expected):

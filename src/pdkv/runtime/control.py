@@ -16,7 +16,7 @@ from concurrent.futures import Future
 
 import zmq
 
-from pdkv.core.ports import FromConsumer, FromProducer, InboxItem, Keepalive, PeerLost, Plan, Reply
+from pdkv.core.ports import FromConsumer, FromProducer, InboxItem, Keepalive, PeerLost, PeerMet, Plan, Reply
 from pdkv.core.transfer.messages import Announce, Heartbeat, Register, ToProducer
 from pdkv.errors import ConfigError, FenceLost
 from pdkv.runtime.doorkeeper import Doorkeeper, PeerIdentity, TransferMemory
@@ -81,11 +81,12 @@ def available_transport(wanted: str, kind: MemoryKind = "DRAM") -> str:
 class Control:
     """Owns the side channel of one instance.
 
-    ``deliver`` is called on the control thread with every `FromPeer`, `ReadEnded` and `MoverRestarted`; it must only
+    ``deliver`` is called on the control thread with every `InboxItem` that comes from peers or the mover; it must only
     queue. ``last_step_ns`` says when the engine last stepped: one that stands still for 60 s stops renewing leases.
     Both clocks are the instance's own (``now_ns``). ``port`` 0 picks a free one. ``mover`` None means a process for a
     CPU pool and a thread for a GPU pool. ``secret`` (`peer_auth.secret_key`) is what peers must prove and are proved;
-    None: nothing is, and only peers on this host are asked.
+    None: nothing is, and only peers on this host are asked. ``engine_ttl_ns`` is for how long an idle peer is
+    remembered; None: for ever.
 
     When a mover cannot be ended the thread stops for good: nothing is answered, renewed or reported any more, so the
     memory in question stays with whoever holds it. ``on_failure`` is called with the `FenceLost`, once, on the thread.
@@ -101,6 +102,7 @@ class Control:
         transport: str = "auto",
         mover: MoverKind | None = None,
         lease_ns: int,
+        engine_ttl_ns: int | None = 3600 * 10**9,
         secret: bytes | None = None,
         deliver: Callable[[InboxItem], None],
         last_step_ns: Callable[[], int],
@@ -113,7 +115,7 @@ class Control:
         self._identity = identity
         self._memory = memory
         self._fallback = transport == "auto" and memory.pool.kind == "DRAM"
-        self._lease_ns = lease_ns
+        self._lease_ns, self._engine_ttl_ns = lease_ns, engine_ttl_ns
         self._secret = secret
         self._door = door_for(secret, identity.core.engine_id)
         self._deliver_raw = deliver
@@ -243,6 +245,7 @@ class Control:
             memory=self._memory,
             lease_ns=self._lease_ns,
             describe=self._mover.describe,
+            now_ns=self._now_ns,
         )
         self._peers = Peers(
             context=context,
@@ -251,6 +254,7 @@ class Control:
             geometry=self._memory.geometry,
             stats=self._stats,
             beat_ns=self._lease_ns // 6,
+            engine_ttl_ns=self._engine_ttl_ns,
             secret=self._secret,
         )
         self._reader = Reader(peers=self._peers, mover=self._mover, stats=self._stats, deliver=self._deliver)
@@ -302,8 +306,9 @@ class Control:
         self._peers.tick(now_ns, engine_alive=now_ns - self._last_step_ns() < 60 * 10**9)
         for link, problem in self._peers.take_settled():
             self._reader.settled(link, problem, now_ns)
-            if problem is not None and link.awaited:
-                self._deliver(PeerLost(link.peer, problem))
+            if link.awaited:
+                met = PeerMet(link.peer, link.clock_offset_ns)
+                self._deliver(met if problem is None else PeerLost(link.peer, problem))
         self._reader.tick(now_ns)
         self._mover.serve_until(self._doorkeeper.readers_until_ns(now_ns), now_ns)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ def differing_facts(our_name: str, ours: Mapping[str, str], their_name: str, the
 class Doorkeeper:
     """Answers `Hello`, and knows for how long somebody may be reading from here.
 
-    ``describe()`` gives the memory as it can be read now and its epoch.
+    ``describe()`` gives the memory as it can be read now and its epoch. ``now_ns`` is the engine's clock.
     """
 
     identity: PeerIdentity
@@ -71,6 +72,7 @@ class Doorkeeper:
     memory: TransferMemory
     lease_ns: int
     describe: Callable[[], tuple[PeerMemory, int]]
+    now_ns: Callable[[], int] = time.monotonic_ns
     _readers_until_ns: int | None = None
     _look_at_ns: int = 0
 
@@ -113,6 +115,7 @@ class Doorkeeper:
             grant_key=proof_key(core.secret),
             epoch=epoch,
             lease_ns=self.lease_ns,
+            clock_ns=self.now_ns(),
             facts=dict(self.facts),
             memory=memory,
         )

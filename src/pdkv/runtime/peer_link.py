@@ -43,8 +43,11 @@ class PeerLink:
         self.line = line
         self.handshake = Handshake.NONE
         self.hello_seq = 0
+        self.hello_sent_ns = 0
         self.hello_deadline_ns = 0
         self.reply: HelloReply | None = None
+        self.clock_offset_ns = 0  # what the peer's clock shows more than ours; known with the first reply
+        self._round_trip_ns: int | None = None  # of the question that told
         self.tokens: tuple[bytes, ...] = ()
         self.awaited = False  # something is to be announced here
         self.ask_again_ns = now_ns
@@ -88,6 +91,16 @@ class PeerLink:
         if lost:
             self.line.reset()
         return lost
+
+    def compare_clocks(self, received_ns: int, clock_ns: int) -> None:
+        """The peer's clock showed ``clock_ns`` when it answered our question: about the middle of the round trip.
+
+        Of all answers the one with the shortest round trip says it best, and is kept (spec pd-transfer 4).
+        """
+        round_trip_ns = received_ns - self.hello_sent_ns
+        if self._round_trip_ns is None or round_trip_ns < self._round_trip_ns:
+            self._round_trip_ns = round_trip_ns
+            self.clock_offset_ns = clock_ns - (self.hello_sent_ns + received_ns) // 2
 
     def reopen(self) -> None:
         """Connect anew, without what had queued up. When it cannot: ``zmq.ZMQError``, and nothing has changed."""

@@ -21,7 +21,7 @@ from pdkv.runtime.wire import Hello, HelloReply, Refused
 log = logging.getLogger("pdkv.control")
 
 _ANSWER_TIMEOUT_NS = 5 * 10**9
-_IDLE_LINK_NS = 60 * 10**9
+_IDLE_LINK_NS = 60 * 10**9  # without a handshake that stands: the peer may be gone
 _NEW_LEASE_BEAT_NS = 10**9
 _UNKNOWN_LEASE_BEAT_NS = 10**9  # before the handshake
 _ASK_AGAIN_NS = 10**9  # a handshake in vain, of a peer that is to announce something
@@ -31,7 +31,10 @@ _MAX_LINKS = 1024
 
 @dataclass
 class Peers:
-    """All links of one instance. Used by the control thread only. ``secret`` None: links reach this host only."""
+    """All links of one instance. Used by the control thread only. ``secret`` None: links reach this host only.
+
+    ``engine_ttl_ns`` is how long a peer that nothing is wanted of is remembered; ``None``: for ever.
+    """
 
     context: zmq.Context[zmq.Socket[bytes]]
     engine_id: str
@@ -39,6 +42,7 @@ class Peers:
     geometry: Geometry
     stats: TransferStats
     beat_ns: int
+    engine_ttl_ns: int | None = 3600 * 10**9
     secret: bytes | None = field(default=None, repr=False)
     _links: dict[Peer, PeerLink] = field(default_factory=dict)
     _settled: list[tuple[PeerLink, str | None]] = field(default_factory=list)
@@ -57,13 +61,24 @@ class Peers:
         if link is not None:
             link.last_used_ns = now_ns
             return link
-        if len(self._links) >= _MAX_LINKS:
-            return f"{name_of(peer)}: already connected to {_MAX_LINKS} peers"
+        if len(self._links) >= _MAX_LINKS and not self._drop_idlest():
+            return f"{name_of(peer)}: already connected to {_MAX_LINKS} peers, and all are needed"
         try:
             link = self._links[peer] = PeerLink(self.context, peer, line_for(self.secret, self.engine_id), now_ns)
         except (zmq.ZMQError, OverflowError, ValueError) as error:
             return f"{name_of(peer)} is no address to connect to: {readable(str(error))}"
         return link
+
+    def _drop_idlest(self) -> bool:
+        """Whether there was a link that nothing is wanted of."""
+        idle = [link for link in self._links.values() if not link.tokens and not link.awaited]
+        if idle:
+            self._drop(min(idle, key=lambda link: link.last_used_ns))
+        return bool(idle)
+
+    def _drop(self, link: PeerLink) -> None:
+        del self._links[link.peer]
+        link.close()
 
     # ------------------------------------------------------------------------------------------------- handshakes
 
@@ -73,6 +88,7 @@ class Peers:
             return
         self._seq += 1
         link.hello_seq = self._seq
+        link.hello_sent_ns = now_ns
         link.hello_deadline_ns = now_ns + _ANSWER_TIMEOUT_NS
         link.ask_again_ns = now_ns + _ASK_AGAIN_NS
         link.handshake = Handshake.ASKED
@@ -81,7 +97,10 @@ class Peers:
         )
 
     def take_settled(self) -> list[tuple[PeerLink, str | None]]:
-        """Handshakes that have ended since the last call: why in vain, or None where ``link.reply`` stands."""
+        """Handshakes that have ended since the last call: why in vain, or None where ``link.reply`` stands.
+
+        One that stood before it was awaited is told as well.
+        """
         settled, self._settled = self._settled, []
         return settled
 
@@ -105,6 +124,7 @@ class Peers:
         if reason is None:
             assert isinstance(answer, HelloReply)
             link.handshake, link.reply = Handshake.DONE, answer
+            link.compare_clocks(now_ns, answer.clock_ns)
             self._settled.append((link, None))
             return
         log.debug("%s refused: %s", name_of(link.peer), reason)  # the read that fails of it is warned of
@@ -171,6 +191,8 @@ class Peers:
         if not isinstance(link, PeerLink):
             log.warning("no heartbeats: %s", link)
             return
+        if keepalive.awaited and not link.awaited and link.handshake is Handshake.DONE:
+            self._settled.append((link, None))
         link.awaited = keepalive.awaited
         if not set(tokens) <= set(link.tokens):
             # A lease may be nearly over when its request reaches us: say so soon, at most once a second.
@@ -190,9 +212,14 @@ class Peers:
                 self._beat(link, now_ns, engine_alive=engine_alive)
             if link.awaited and _is_idle(link) and now_ns >= link.ask_again_ns:
                 self.ask(link, now_ns)
-            if not link.tokens and not link.awaited and now_ns - link.last_used_ns > _IDLE_LINK_NS:
-                del self._links[link.peer]
-                link.close()
+            if not link.tokens and not link.awaited and self._is_stale(link, now_ns):
+                self._drop(link)
+
+    def _is_stale(self, link: PeerLink, now_ns: int) -> bool:
+        idle_ns = now_ns - link.last_used_ns
+        if link.handshake is not Handshake.DONE:
+            return idle_ns > _IDLE_LINK_NS
+        return self.engine_ttl_ns is not None and idle_ns > self.engine_ttl_ns
 
     def _beat(self, link: PeerLink, now_ns: int, *, engine_alive: bool) -> None:
         link.last_beat_ns = now_ns

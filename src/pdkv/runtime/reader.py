@@ -208,7 +208,7 @@ class Reader:
                 slot=grant.slot,
             )
         )
-        # It renews the lease, and the peer learns that its mover's help may be needed.
+        # It renews the lease (unless it is of a kept turn), and the peer learns that its mover's help may be needed.
         self.peers.send((SendMessage(link.peer, Heartbeat((grant.token,))),), now_ns)
 
     def _connect(self, peer: Peer, reply: HelloReply) -> _Connection:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pdkv.core.events import Event, LeaseReleased, LoadFailed
+from pdkv.core.events import Event, LeaseReleased, LoadFailed, TurnDeclined
 from pdkv.runtime.shown import REASON_CHARS, quoted, readable
 from pdkv.units import NS_PER_S
 
@@ -26,7 +26,9 @@ class _Told:
 
 
 class TroubleLog:
-    """Logs every failed load and every lease that expired unread; at most one line a second for each cause.
+    """Logs every failed load, every lease that expired unread, and every kept turn that was found to end too soon.
+
+    At most one line a second for each cause. (That a kept turn expires is how most conversations end: no trouble.)
 
     A cause that goes on is told less and less often, down to once a minute. Causes that differ in numbers only (slots,
     leases) are one. What was not logged is counted in the next line.
@@ -45,7 +47,10 @@ class TroubleLog:
                     cause = readable(cause, REASON_CHARS)
                     line = f"the KV of {quoted(event.request_id)} was not loaded: {cause}"
                     self.tell(f"load {cause}", line, now_ns)
-                case LeaseReleased(expired=True):
+                case TurnDeclined(cause=cause):
+                    line = f"the turn before {quoted(event.request_id)} is not read: {readable(cause, REASON_CHARS)}"
+                    self.tell("declined", line, now_ns)
+                case LeaseReleased(expired=True, next_turn=False):
                     line = (
                         f"lease {event.lease_id} of {quoted(event.request_id)} expired: nobody said that the "
                         f"{event.blocks} blocks had been read, and no heartbeat came"

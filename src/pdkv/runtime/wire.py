@@ -92,6 +92,7 @@ class HelloReply(msgspec.Struct, frozen=True, kw_only=True, tag="hello_reply"):
     """Facts agree. ``epoch`` changes whenever ``memory`` does (a restarted mover has a new agent).
 
     ``grant_key`` proves the grants of this life of the engine, the one of ``nonce`` (`core.transfer.proof`).
+    ``clock_ns`` is what the engine's clock showed when this was written: its deadlines go by that clock.
     """
 
     seq: int
@@ -100,6 +101,7 @@ class HelloReply(msgspec.Struct, frozen=True, kw_only=True, tag="hello_reply"):
     grant_key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     epoch: int
     lease_ns: int
+    clock_ns: int
     facts: dict[str, str]
     memory: PeerMemory
 

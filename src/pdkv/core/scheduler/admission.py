@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pdkv.core.blocks.holders import Hit
 from pdkv.core.blocks.kinds.base import resume_point
@@ -12,6 +13,7 @@ from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
 from pdkv.core.scheduler.request import Request, Status
 from pdkv.core.transfer.consumer import Consumer
+from pdkv.core.transfer.next_turn import Turn
 from pdkv.core.transfer.producer import Producer
 
 
@@ -33,6 +35,7 @@ class Admission:
     local_tokens: int = 0
     external_tokens: int = 0
     padding: int = 0  # of ``tokens``, its last ones, drafts that stand for nothing: all rows have one shape
+    share_used_up: bool = False  # skipped as what is kept for peers, and on its way to them, fills its share
 
 
 class Rows(enum.Enum):
@@ -65,10 +68,12 @@ class Admitter:
         """Try ``request`` with ``budget`` tokens left in this step; ``alone``: there was no other when it began."""
         if request.status is Status.LOADED:
             return self._compute(request, budget, running, hit=None, alone=alone, rows=rows)
-        if request.produces and not self._may_produce(request, running):
-            if not self._waits_for_itself(request, running):
+        holding = tuple(holding)
+        others = [other for other in (*running, *holding) if other is not request] if request.produces else []
+        if request.produces and not self._may_produce(request, others):
+            if not self._waits_for_itself(request, others):
                 request.wait_cause = "leases pin their share of the pool (--max-leased-fraction)"
-                return Admission(Verdict.SKIP)
+                return Admission(Verdict.SKIP, share_used_up=True)
             request.produces = False
         if request.awaited is not None and not request.look_for_hits:
             return Admission(Verdict.SKIP)
@@ -81,6 +86,14 @@ class Admitter:
             request.look_for_hits = False
             return Admission(Verdict.SKIP)
         hit, external = self._external(request, hit)
+        if external and request.source is not None and request.source.expires_ns is not None:
+            decided = self._consumer.turns.decide(request)
+            if decided is Turn.WAIT:
+                request.wait_cause = f"asks {request.source.peer.engine_id[:80]} for how long it keeps the turn before"
+                return Admission(Verdict.SKIP)
+            if decided is Turn.DECLINED:
+                self._consumer.forget(request)
+                hit, external = self._manager.lookup(request), 0
         if lacks_state and not external:
             hit = self._manager.lookup(request)
         request.shared_boundary = hit.boundary
@@ -109,7 +122,7 @@ class Admitter:
         if sharer is not None:
             request.wait_cause = f"the same prefix is being loaded for {sharer}"
             return Admission(Verdict.SKIP)
-        allocated = self._manager.allocate_slots(
+        fits = self._allocate(
             request,
             0,
             hit=hit,
@@ -119,10 +132,17 @@ class Admitter:
             reserved_blocks=self._reserved(running, holding) + self._manager.step_blocks,
             has_scheduled=bool(running),
         )
-        if allocated is None:
+        if not fits:
             request.wait_cause = "its blocks do not fit the free pool"
             return Admission(Verdict.STOP)
         return Admission(Verdict.LOAD, 0, hit.tokens, external)
+
+    def _allocate(self, request: Request, new_tokens: int, **demand: Any) -> bool:
+        """Whether the blocks fit, what is kept for next turns given way as far as need be (`allocate_slots`)."""
+        while self._manager.allocate_slots(request, new_tokens, **demand) is None:
+            if not self._producer.give_way():
+                return False
+        return True
 
     def _compute(
         self, request: Request, budget: int, running: Sequence[Request], *, hit: Hit | None, alone: bool, rows: Rows
@@ -145,7 +165,7 @@ class Admitter:
             request.wait_cause = "its chunk must end at a block boundary, beyond this step's token budget"
             return Admission(Verdict.STOP)
         loaded = request.status is Status.LOADED
-        allocated = self._manager.allocate_slots(
+        fits = self._allocate(
             request,
             tokens + padding,
             hit=hit,
@@ -153,7 +173,7 @@ class Admitter:
             full_sequence_must_fit=self._config.full_sequence_must_fit and not outgrown,
             has_scheduled=bool(running) and not (loaded and self._config.transfer.loaded_skips_watermark),
         )
-        if allocated is None:
+        if not fits:
             request.wait_cause = "its blocks do not fit the free pool"
             return Admission(Verdict.STOP)
         return Admission(Verdict.RUN, tokens + padding, local, padding=padding)
@@ -168,16 +188,16 @@ class Admitter:
         whole = fits and align_chunk(request, 1 + drafts, self._config, start=start) == 1 + drafts
         return drafts if whole else 0
 
-    def _may_produce(self, request: Request, running: Sequence[Request]) -> bool:
-        in_flight = [self._manager.blocks_for(other.num_prompt) for other in running if other.produces]
+    def _may_produce(self, request: Request, others: Sequence[Request]) -> bool:
+        in_flight = [self._manager.blocks_for(other.num_prompt) for other in others if other.produces]
         return self._producer.may_prefill(request, len(in_flight), sum(in_flight))
 
-    def _waits_for_itself(self, request: Request, running: Sequence[Request]) -> bool:
+    def _waits_for_itself(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether what fills the share has a part that nobody reads before this request has ended, too."""
         answer_id = request.new.answer_id
         if answer_id is None:
             return False
-        in_flight = any(other.produces and other.new.answer_id == answer_id for other in running)
+        in_flight = any(other.produces and other.new.answer_id == answer_id for other in others)
         return in_flight or self._producer.keeps_for(answer_id)
 
     def _reserved(self, running: Sequence[Request], holding: Iterable[Request]) -> int:

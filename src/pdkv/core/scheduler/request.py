@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 
-import msgspec
 import numpy as np
 
 from pdkv.core.blocks.extra_keys import ContentKeys
@@ -13,7 +12,7 @@ from pdkv.core.events import FinishReason
 from pdkv.core.ports import Int32Array, NewRequest
 from pdkv.core.scheduler.counters import Counter, Counters
 from pdkv.core.transfer.messages import Awaited, RemoteSource
-from pdkv.core.transfer.proof import digest_tokens
+from pdkv.core.transfer.proof import bind
 
 NO_DRAFTS: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -78,8 +77,7 @@ class Request:
         self.awaited: Awaited | None = new.awaited
         self.look_for_hits = True  # while it waits for an announcement: what others have cached may do meanwhile
         if new.source is not None:
-            covered = digest_tokens(new.prompt[: new.source.grant.num_tokens])
-            self.source = msgspec.structs.replace(new.source, prompt_digest=covered)
+            self.source = bind(new.source, new.prompt)
         self.loaded_deadline_ns: int | None = None
         self.produces = new.produce  # its KV is to be kept; given up where that would have to wait for itself
         self.wait_cause = "queued"

@@ -105,6 +105,8 @@ class Scheduler:
                 continue
             fits = True
             while self._manager.allocate_slots(request, tokens, lookahead_tokens=lookahead) is None:
+                if self._producer.give_way():
+                    continue
                 victim = choose_victim(running, priority_scheduling=self._config.priority_scheduling)
                 if self._in_flight(victim):
                     return budget, any_preempted  # its blocks cannot come back now: stall a step instead
@@ -141,6 +143,7 @@ class Scheduler:
         rows, slots = self._rows_so_far(), self._drafting_slots
         skipped_holding: list[Request] = []
         skipped_waiting: list[Request] = []
+        share_used_up = False
         while budget > slots and (self.holding or self.waiting):
             if len(self.running) >= self._config.max_num_seqs:
                 break
@@ -149,7 +152,7 @@ class Scheduler:
             if request.status is Status.LOADING:
                 skipped_holding.append(self.holding.popleft())
                 continue
-            if request.produces and any(other.produces for other in skipped_waiting):
+            if request.produces and share_used_up:
                 skipped_waiting.append(self.waiting.pop())  # no prefill for a peer passes one that waits for its share
                 continue
             if request.status is Status.LOADED:
@@ -164,6 +167,7 @@ class Scheduler:
                 break
             _ = self.holding.popleft() if from_holding else self.waiting.pop()
             if admission.verdict is Verdict.SKIP:
+                share_used_up = share_used_up or admission.share_used_up
                 skipped_waiting.append(request)
             elif admission.verdict is Verdict.LOAD:
                 self._start_load(request, admission)
@@ -218,7 +222,9 @@ class Scheduler:
     def _emit_admitted(self, request: Request, admission: Admission) -> None:
         if not request.resumed:
             request.cached_tokens = admission.local_tokens
-            if request.source is not None and admission.external_tokens:
+            if request.new.produce:  # what the turn before supplies is not computed here either
+                request.cached_tokens += admission.external_tokens
+            elif request.source is not None and admission.external_tokens:
                 request.cached_tokens = max(request.cached_tokens, request.source.grant.cached_tokens)
         self._journal.emit(
             Admitted(
@@ -276,10 +282,11 @@ class Scheduler:
             self._manager.drop_skipped(request)
         if status is Status.LOADING and self._consumer.is_loading(request):
             self._consumer.abandon(request, f"request ended ({reason.value}) while loading")
-        elif status is Status.RUNNING and self._keeps_kv(request, reason) and self._producer.may_keep(request):
-            lease = self._producer.grant(request)
         else:
-            self._let_go(request)
+            if status is Status.RUNNING and self._keeps_kv(request, reason):
+                lease = self._keep(request)
+            if lease is None:
+                self._let_go(request)
         if status is Status.RUNNING:
             self.running.remove(request)  # only now, for blocks that are gone need not be taken along
         self._consumer.forget(request)
@@ -307,25 +314,34 @@ class Scheduler:
 
     def _keeps_kv(self, request: Request, reason: FinishReason) -> bool:
         """A peer may only be given KV that is all there: prompt prefilled, and no plan left that still writes."""
-        wanted = request.produces and reason in (FinishReason.STOP, FinishReason.LENGTH)
+        wanted = (request.produces or request.new.keep_turn) and reason in (FinishReason.STOP, FinishReason.LENGTH)
         return wanted and request.num_outputs > 0 and not self._in_flight(request)
 
-    def announcement_failed(self, request: Request, cause: str) -> None:
-        """The KV that a waiting request was promised will not come: it is computed here, or ends (by policy)."""
+    def _keep(self, request: Request) -> Grant | None:
+        """Under a lease, or ``None`` where there can be none, or nobody wants it."""
+        if not request.produces:
+            return self._producer.keep_turn(request)
+        return self._producer.grant(request) if self._producer.may_keep(request) else None
+
+    def offer_failed(self, request: Request, cause: str) -> None:
+        """The KV that a waiting request was promised will not come: it is computed here, or ends (by policy).
+
+        A prefill for a peer was only offered the turn before, which it can do without whatever the policy.
+        """
         self.blocked_by = None
         failed = LoadFailed(request_id=request.request_id, at_ns=self._journal.now_ns, handle=None, cause=cause)
         self._journal.emit(failed)
-        if self._config.transfer.load_failure == "fail":
+        if self._config.transfer.load_failure == "fail" and not request.new.produce:
             self.finish(request, FinishReason.ERROR, f"KV transfer failed: {cause}")
         else:
             request.wait_cause = f"KV transfer failed ({cause}); to be computed here"
 
     def load_ended(self, request: Request, failure: str | None) -> None:
-        """A load is over: the request may run, starts afresh without it, or ends with the failure (by policy)."""
+        """A load is over: the request may run, starts afresh without it, or ends in error (as in `offer_failed`)."""
         if failure is None:
             request.move_to(Status.LOADED)
             request.wait_cause = "loaded; waiting for a running slot"
-        elif self._config.transfer.load_failure == "fail":
+        elif self._config.transfer.load_failure == "fail" and not request.new.produce:
             self.finish(request, FinishReason.ERROR, f"KV transfer failed: {failure}")
         else:
             request.num_computed = 0

@@ -13,7 +13,8 @@ from pdkv.core.journal import Journal
 from pdkv.core.ledger import Account
 from pdkv.core.ports import Int32Array, Keepalive, PostRead, ReadEnded, SendMessage
 from pdkv.core.scheduler.request import Request
-from pdkv.core.transfer.messages import Done, Grant, Peer, RemoteSource
+from pdkv.core.transfer.messages import Done, Peer, RemoteSource
+from pdkv.core.transfer.next_turn import NextTurns
 from pdkv.core.transfer.rendezvous import Waits
 
 
@@ -62,12 +63,15 @@ class Consumer:
         self._messages: list[SendMessage] = []
         self._restart = False
         self.waits = Waits(config, journal, self._messages)
+        self.turns = NextTurns(config, manager, journal)
 
     # ------------------------------------------------------------------------------------- before anything is read
 
     def arrive(self, request: Request) -> None:
         """Keep the lease alive, or register for it, from now on, long before a block is allocated."""
-        if request.source is not None:
+        if request.source is not None and request.source.expires_ns is not None:
+            self.turns.arrive(request)
+        elif request.source is not None:
             self._wanted[request.request_id] = request.source
         elif request.awaited is not None:
             self.waits.arrive(request)
@@ -81,8 +85,9 @@ class Consumer:
     def forget(self, request: Request) -> None:
         """The producer's copy is not needed (any more): say so and stop the heartbeats."""
         self.waits.drop(request, tell=True)
-        source = self._wanted.pop(request.request_id, None)
-        request.source = None
+        self.turns.forget(request)
+        self._wanted.pop(request.request_id, None)
+        source, request.source = request.source, None
         if source is not None:
             self.decline(source)
 
@@ -92,9 +97,12 @@ class Consumer:
 
     def external_tokens(self, request: Request, local_tokens: int) -> int:
         """Tokens the producer can supply beyond the local hit; 0 when there is nothing (left) to load."""
-        if request.source is None:
+        source = request.source
+        if source is None:
             return 0
-        return max(request.source.grant.num_tokens - local_tokens, 0)
+        if source.expires_ns is not None:
+            return self.turns.external_tokens(source, local_tokens)
+        return max(source.usable_tokens - local_tokens, 0)
 
     def shares_with(self, request: Request, local_tokens: int) -> str | None:
         """Id of a request whose load in flight brings this one's next block too (it then waits, `strict`).
@@ -109,7 +117,7 @@ class Consumer:
             return None
         wanted = request.hashes[position]
         for load in self._loads.values():
-            full = load.source.grant.num_tokens // unit
+            full = load.source.usable_tokens // unit
             if load.first <= local_tokens and position < full and load.request.hashes[position] == wanted:
                 return load.request.request_id
         return None
@@ -120,7 +128,7 @@ class Consumer:
         """Post the READ of everything behind the first ``local_tokens`` tokens, which the request has already."""
         source = request.source
         assert source is not None
-        remote, local = self._pairs(request.request_id, source.grant, local_tokens)
+        remote, local = self._pairs(request.request_id, source, local_tokens)
         deadline_ns = self._journal.now_ns + self._config.kv_load_timeout_ns
         load = Load(request, source, self._new_handle(), local_tokens, remote, local, deadline_ns)
         self._loads[load.handle] = load
@@ -239,8 +247,8 @@ class Consumer:
             self._restart = self._restart_pending = True
 
     def next_deadline_ns(self) -> int | None:
-        """When a load or a fence runs out next, or a registration is to be repeated."""
-        times = [] if (registration := self.waits.next_deadline_ns()) is None else [registration]
+        """When a load, a fence or a wait runs out next, or a registration is to be repeated."""
+        times = [time for rule in (self.waits, self.turns) if (time := rule.next_deadline_ns()) is not None]
         if self._config.transfer.bounded_waits:
             times += [load.deadline_ns for load in self._loads.values()]
             if not self._restart_pending:
@@ -272,7 +280,7 @@ class Consumer:
 
     def keepalives(self) -> tuple[Keepalive, ...]:
         """Leases to renew, by peer: every request from its arrival, or announcement, until its READ has ended."""
-        awaited = self.waits.peers()
+        awaited = (*self.waits.peers(), *self.turns.peers())
         by_peer: dict[Peer, list[bytes]] = {}
         for source in self._wanted.values():
             by_peer.setdefault(source.peer, []).append(source.grant.token)
@@ -282,20 +290,23 @@ class Consumer:
 
     # ---------------------------------------------------------------------------------------------------- helpers
 
-    def _pairs(self, key: str, grant: Grant, local_tokens: int) -> tuple[Int32Array, Int32Array]:
-        """int32[n] remote and local blocks of all groups: both sides' tables end with those up to the same token."""
-        remote, local, at = [], [], 0
-        counts = grant.group_blocks or (len(grant.block_ids),)
-        for group, (first, stop) in enumerate(self._manager.peer_spans(grant.num_tokens, local_tokens)):
-            at += counts[group]
-            remote.append(np.asarray(grant.block_ids[at - (stop - first) : at], dtype=np.int32))
+    def _pairs(self, key: str, source: RemoteSource, local_tokens: int) -> tuple[Int32Array, Int32Array]:
+        """int32[n] remote and local blocks of all groups: both hold the same tokens, up to the last one usable."""
+        remote, local, at, grant = [], [], 0, source.grant
+        wanted = self._manager.peer_spans(source.usable_tokens, local_tokens)
+        granted = self._manager.peer_spans(grant.num_tokens)
+        for group, ((first, stop), (start, end)) in enumerate(zip(wanted, granted, strict=True)):
+            remote.append(np.asarray(grant.block_ids[at + first - start : at + stop - start], dtype=np.int32))
             local.append(self._manager.blocks_of(key, group)[first:stop])
+            at += end - start
         return np.concatenate(remote), np.concatenate(local)
 
     def _judge(self, load: Load, report: ReadEnded) -> str | None:
         if report.slot is None:
             return report.error or "the transfer failed"
         grant = load.source.grant
+        if report.slot != (grant.nonce, grant.lease_id) and load.source.expires_ns is not None:
+            return "the turn before was let go, for its time or for the memory, before its KV had arrived"
         if report.slot != (grant.nonce, grant.lease_id):
             return (
                 f"the lease ended before the data had arrived (slot {grant.slot} holds lease {report.slot[1]}, "

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from pdkv.core.ports import Int32Array
 from pdkv.core.transfer.messages import Grant
-from pdkv.core.transfer.proof import digest_tokens, lease_token, proof_key, prove
+from pdkv.core.transfer.proof import digest_marks, digest_tokens, lease_token, mark_prefixes, proof_key, prove
 
 #: uint64[n, 2]: {boot nonce, lease id} per slot; lease id 0 means "no lease". Registered memory that peers read.
 SlotArray = npt.NDArray[np.uint64]
@@ -32,11 +32,17 @@ class LeaseSlots:
         """Slots that can still be granted."""
         return len(self._free)
 
-    def grant(self, blocks: tuple[tuple[int, ...], ...], tokens: Int32Array, cached_tokens: int) -> Grant:
-        """The proved grant for ``blocks`` by group, which hold the KV of ``tokens``; its slot is armed from now on."""
+    def grant(
+        self, blocks: tuple[tuple[int, ...], ...], tokens: Int32Array, cached_tokens: int, *, mark_tokens: int = 0
+    ) -> Grant:
+        """The proved grant for ``blocks`` by group, which hold the KV of ``tokens``; its slot is armed from now on.
+
+        ``mark_tokens``: prefixes are marked every so many tokens (`Grant.marks`); 0: not at all.
+        """
         slot, lease_id = self._free.pop(), self._next_id
         self._next_id += 1
         self._slots[slot, 1] = lease_id
+        marks, spacing = mark_prefixes(tokens, mark_tokens) if mark_tokens else (b"", 0)
         grant = Grant(
             block_ids=tuple(block for group in blocks for block in group),
             group_blocks=tuple(len(group) for group in blocks) if len(blocks) > 1 else (),
@@ -47,8 +53,11 @@ class LeaseSlots:
             token=lease_token(self._secret, lease_id),
             proof=b"",
             cached_tokens=cached_tokens,
+            marks=marks,
+            mark_tokens=spacing,
         )
-        return msgspec.structs.replace(grant, proof=prove(self._key, grant, digest_tokens(tokens)))
+        digest = digest_marks(grant) if marks else digest_tokens(tokens)
+        return msgspec.structs.replace(grant, proof=prove(self._key, grant, digest))
 
     def clear(self, slot: int) -> None:
         """The lease is over: a consumer that reads the slot from now on discards what it has read."""

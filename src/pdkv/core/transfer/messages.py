@@ -25,6 +25,8 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     ``nonce`` and ``lease_id`` are the two words the lease slot ``slot`` holds for as long as the blocks are kept.
     ``token`` (16 bytes) names the lease in heartbeats and `Done`; ``proof`` (16 bytes) binds all of this to the prompt:
     the consumer checks it (`transfer.proof`) before anything moves. ``cached_tokens`` is for statistics only.
+    ``marks`` are 16 bytes for the prefix up to every ``mark_tokens``-th token and for all of it: a consumer whose
+    tokens differ from some point on may use what is in front of it. Without them the tokens must be equal.
     """
 
     block_ids: tuple[int, ...]
@@ -36,15 +38,23 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     proof: bytes
     cached_tokens: int = 0
     group_blocks: tuple[int, ...] = ()
+    marks: bytes = b""
+    mark_tokens: int = 0
 
 
 class RemoteSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt's KV on a producer. ``prompt_digest`` is the consumer's own (`transfer.proof.digest_tokens`)."""
+    """A prompt's KV on a producer. ``prompt_digest`` and ``usable_tokens`` are the consumer's own (`proof.bind`).
+
+    ``expires_ns``, of KV that a decode instance kept for the next turn: until when, by the clock of ``peer``. It is
+    renewed by nothing. ``None``: under a lease, which heartbeats renew.
+    """
 
     peer: Peer
     request_id: str
     grant: Grant
+    expires_ns: int | None = None
     prompt_digest: bytes = b""
+    usable_tokens: int = 0
 
 
 class Awaited(msgspec.Struct, frozen=True, kw_only=True):

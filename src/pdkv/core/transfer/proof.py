@@ -12,14 +12,18 @@ import hashlib
 import hmac
 import struct
 
+import msgspec
 import numpy as np
 
 from pdkv.core.ports import Int32Array
-from pdkv.core.transfer.messages import Grant
+from pdkv.core.transfer.messages import Grant, RemoteSource
+from pdkv.units import cdiv
 
 TOKEN_BYTES = 16
 PROOF_BYTES = 16
 KEY_BYTES = 32
+MARK_BYTES = 16
+MOST_MARKS = 1024
 
 # What follows has no fixed length: token, prompt digest and blocks. Their lengths stand in front.
 _HEADER = struct.Struct("<QQqqqqq")
@@ -28,6 +32,56 @@ _HEADER = struct.Struct("<QQqqqqq")
 def digest_tokens(tokens: Int32Array) -> bytes:
     """16 bytes that name a token sequence: P computed these, D is about to decode behind the same ones."""
     return hashlib.blake2b(np.asarray(tokens, dtype="<i4").tobytes(), digest_size=16, person=b"pdkv-prompt").digest()
+
+
+def mark_prefixes(tokens: Int32Array, unit: int) -> tuple[bytes, int]:
+    """(marks, spacing): `digest_tokens` of every prefix that is a multiple of the spacing long, and of all tokens.
+
+    The spacing is ``unit`` tokens (a block), doubled until there are at most `MOST_MARKS` marks.
+    """
+    while cdiv(len(tokens), unit) > MOST_MARKS:
+        unit *= 2
+    state = hashlib.blake2b(digest_size=MARK_BYTES, person=b"pdkv-prompt")
+    marks = []
+    for start in range(0, len(tokens), unit):
+        state.update(np.asarray(tokens[start : start + unit], dtype="<i4").tobytes())
+        marks.append(state.digest())
+    return b"".join(marks), unit
+
+
+def marked_tokens(grant: Grant, tokens: Int32Array) -> int:
+    """How many tokens of ``grant`` begin ``tokens``, as far as its marks tell: all, or a multiple of their spacing.
+
+    0 where the marks are none of a grant of so many tokens.
+    """
+    unit, most = grant.mark_tokens, grant.num_tokens
+    if unit < 1 or len(grant.marks) != cdiv(most, unit) * MARK_BYTES or len(grant.marks) > MOST_MARKS * MARK_BYTES:
+        return 0
+    ends = [*range(unit, most, unit), most]
+    own, _ = mark_prefixes(tokens[:most], unit)
+    same = 0
+    for number, end in enumerate(ends):
+        at = slice(number * MARK_BYTES, (number + 1) * MARK_BYTES)
+        if end > len(tokens) or own[at] != grant.marks[at]:
+            break
+        same = end
+    return same
+
+
+def bind(source: RemoteSource, prompt: Int32Array) -> RemoteSource:
+    """``source`` for a consumer's own ``prompt``: what its proof must be over, and how many tokens it supplies."""
+    grant = source.grant
+    if not grant.marks:
+        digest = digest_tokens(prompt[: grant.num_tokens])
+        return msgspec.structs.replace(source, prompt_digest=digest, usable_tokens=grant.num_tokens)
+    usable = marked_tokens(grant, prompt)
+    return msgspec.structs.replace(source, prompt_digest=digest_marks(grant), usable_tokens=usable)
+
+
+def digest_marks(grant: Grant) -> bytes:
+    """16 bytes that stand for the prompt where marks tell prefixes apart: each of them is proved with it."""
+    header = grant.mark_tokens.to_bytes(8, "little")
+    return hashlib.blake2b(header + grant.marks, digest_size=16, person=b"pdkv-marks").digest()
 
 
 def lease_token(secret: bytes, lease_id: int) -> bytes:
