@@ -165,7 +165,7 @@ def hashed_in_flight(patch: pytest.MonkeyPatch) -> None:
 def slot_stays_armed(patch: pytest.MonkeyPatch) -> None:
     """P frees the blocks of an expired lease without clearing its slot."""
 
-    def release(self: Producer, lease: Lease, *, expired: bool) -> None:
+    def release(self: Producer, lease: Lease, *, expired: bool, gave_way: bool = False) -> None:
         del self._by_token[lease.token]
         self._manager.release(lease.key)
 
