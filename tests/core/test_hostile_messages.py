@@ -29,14 +29,22 @@ from pdkv.core.ports import FromConsumer, FromProducer, NewRequest, Reply
 from pdkv.core.transfer.messages import (
     Announce,
     Awaited,
+    CancelGrant,
     Done,
+    Fenced,
     Gone,
     Grant,
     Heartbeat,
+    Noted,
+    NotWritten,
+    OfGrant,
     Peer,
     Register,
+    RegisterWrite,
     ToProducer,
     Withdraw,
+    WriteGrant,
+    Written,
 )
 
 IDS = ("a1b2c3d4", "f00dfeed")
@@ -76,9 +84,34 @@ def near(rng: random.Random, true: bytes) -> bytes:
             return rng.randbytes(len(true))
 
 
+def odd_write_grant(rng: random.Random) -> WriteGrant:
+    """What a peer could grant that msgpack can carry and `runtime.wire` lets through."""
+    number = lambda: rng.choice((-(2**63), -1, 0, 1, 5, 10, 2**31, 2**63 - 1, 2**64 - 1))  # noqa: E731
+    return WriteGrant(
+        nonce=rng.getrandbits(64),
+        grant_id=rng.randrange(1, 1 << 64),
+        slot=rng.randrange(1 << 31),
+        block_ids=tuple(number() for _ in range(rng.randrange(6))),
+        num_tokens=number(),
+        first_token=number(),
+        prompt_digest=rng.randbytes(16),
+        group_blocks=tuple(number() for _ in range(rng.randrange(3))),
+    )
+
+
 def forged(rng: random.Random, tokens: list[bytes]) -> ToProducer:
     name = near(rng, rng.choice(IDS).encode()).decode("latin-1")
-    match rng.randrange(5):
+    match rng.randrange(8):
+        case 5:
+            grant = odd_write_grant(rng) if rng.random() < 0.7 else None
+            producer = rng.choice(("P", "P before"))
+            return RegisterWrite(transfer_id=name, producer=producer, consumer=PEER, grant=grant)
+        case 6:
+            return RegisterWrite(
+                transfer_id=rng.choice(IDS), producer="P before", consumer=PEER, grant=odd_write_grant(rng)
+            )
+        case 7:
+            return CancelGrant(rng.choice((name, *IDS)), rng.getrandbits(64), rng.randrange(1, 1 << 64))
         case 0:
             return Heartbeat(tuple(near(rng, rng.choice(tokens)) for _ in range(rng.randrange(6))))
         case 1:
@@ -101,7 +134,9 @@ def test_forged_messages_free_renew_and_expose_nothing_of_p(seed: int) -> None:
         inbox = [FromConsumer(forged(rng, tokens), 10 * NS, b"stranger") for _ in range(10)]
         plan, events = step(engine, 1, inbox)
         assert events == ()
-        assert all(isinstance(reply.message, Gone) for reply in plan.replies), "a grant was told to a stranger"
+        harmless = Gone | Noted | NotWritten | Fenced
+        assert all(isinstance(reply.message, harmless) for reply in plan.replies), "a grant was told to a stranger"
+        assert plan.writes == (), "KV was written to a stranger"
         assert held(engine) == before
     assert engine.memory().accounts["retained"] == 12
     step(engine, 30 * NS)
@@ -151,14 +186,20 @@ def test_a_flood_of_registrations_is_bounded_and_a_true_one_is_answered_after_it
 # ------------------------------------------------------------------------------------------------------------------ D
 
 
-def consumer() -> Engine:
-    """D with a load in flight, a request that waits for an announcement, and one that runs."""
+def consumer(*, granted: bool = False) -> Engine:
+    """D with a load in flight, a request that waits for an announcement, and perhaps one that waits for a WRITE."""
     engine = make_engine(engine_id="D", num_blocks=65)
     waiting = NewRequest(
         request_id="w", prompt=counting_prompt(10), max_tokens=2, awaited=Awaited(peer=PEER, transfer_id=IDS[0])
     )
     plan, _ = step(engine, 0, [new_request("l", 12, 4, source=source_for(12, 4)), waiting])
     assert len(plan.reads) == 1
+    if not granted:
+        return engine
+    engine.accept_writes(Peer("D", "127.0.0.1", 5601))
+    promised = Awaited(peer=PEER, transfer_id=IDS[1], write=True)
+    step(engine, 0, [NewRequest(request_id="g", prompt=counting_prompt(10, 300), max_tokens=2, awaited=promised)])
+    assert len(engine.consumer.grants.promises()) == 1
     return engine
 
 
@@ -178,17 +219,30 @@ def odd_grant(rng: random.Random) -> Grant:
     )
 
 
+def of_a_grant(rng: random.Random, peer: Peer) -> OfGrant:
+    """From a stranger about the grant there is, from its producer about others."""
+    nonce, grant_id = (7, 1) if peer != PEER else rng.choice(((7, 2), (8, 1), (7, 2**63), (0, 1), (2**64 - 1, 1)))
+    return rng.choice(
+        (
+            Noted(nonce, grant_id, rng.random() < 0.5),
+            Written(nonce, grant_id, 1),
+            NotWritten(nonce, grant_id, "x"),
+            Fenced(nonce, grant_id),
+        )
+    )
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_answers_of_strangers_and_to_unknown_ids_change_nothing_of_d(seed: int) -> None:
     rng = random.Random(seed)
-    engine = consumer()
+    engine = consumer(granted=True)
     before = held(engine)
     strangers = (Peer("Q", PEER.host, PEER.port), Peer("", "127.0.0.1", 1))
     for _ in range(200):
         known = rng.random() < 0.5
         peer = rng.choice(strangers) if known else rng.choice((*strangers, PEER))
         name = IDS[0] if known else near(rng, IDS[0].encode()).decode("latin-1")
-        message = Gone(name, "x") if rng.random() < 0.5 else Announce(name, "r", odd_grant(rng))
+        message = rng.choice((Gone(name, "x"), Announce(name, "r", odd_grant(rng)), of_a_grant(rng, peer)))
         _, events = step(engine, 0, [FromProducer(message, peer)])
         assert events == ()
         assert held(engine) == before

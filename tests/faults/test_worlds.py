@@ -19,7 +19,8 @@ from pdkv.core.ledger import Account
 from pdkv.core.ports import Int32Array, Plan
 from pdkv.core.scheduler.request import Request
 from pdkv.core.transfer.consumer import Consumer
-from pdkv.core.transfer.producer import Lease, Producer
+from pdkv.core.transfer.lease import Lease
+from pdkv.core.transfer.producer import Producer
 from pdkv.simulate.faults import play_seed, play_seeds, trace
 from pdkv.simulate.instance import Life
 from pdkv.simulate.weather import Weather

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,7 +11,23 @@ from benchmarks.plain_pool import plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkv.core.transfer.messages import Announce, Done, Gone, Grant, Heartbeat, Register, Withdraw
+from pdkv.core.transfer.messages import (
+    Announce,
+    CancelGrant,
+    Done,
+    Fenced,
+    Gone,
+    Grant,
+    Heartbeat,
+    Noted,
+    NotWritten,
+    Peer,
+    Register,
+    RegisterWrite,
+    Withdraw,
+    WriteGrant,
+    Written,
+)
 from pdkv.runtime import wire
 from pdkv.runtime.wire import (
     BadFrame,
@@ -47,11 +64,17 @@ GRANT = Grant(
     proof=b"p" * 16,
     group_blocks=(2,),
 )
+CONSUMER = Peer("d", "127.0.0.1", 5601)
+WRITE_GRANT = WriteGrant(
+    nonce=2**64 - 1, grant_id=1, slot=0, block_ids=(4, 2), num_tokens=32, first_token=0, prompt_digest=b"d" * 16
+)
 QUESTIONS = [
     Hello(seq=1, engine_id="d", target="p", facts={"dtype": "float32"}),
     Heartbeat((b"x" * 16, b"y" * 16)),
     Done(b"z" * 16, "d"),
     Register("transfer-1", "p"),
+    RegisterWrite(transfer_id="transfer-1", producer="p", consumer=CONSUMER, grant=WRITE_GRANT),
+    CancelGrant("transfer-1", 2**64 - 1, 1),
     Withdraw("transfer-1"),
 ]
 ANSWERS = [
@@ -61,6 +84,10 @@ ANSWERS = [
     Refused(seq=2, reason="no"),
     Announce("transfer-1", "r", GRANT),
     Gone("transfer-1", "it died"),
+    Noted(2**64 - 1, 1, False),
+    Written(2**64 - 1, 1, 2**40),
+    NotWritten(2**64 - 1, 1, "it died"),
+    Fenced(2**64 - 1, 1),
 ]
 
 # Anything msgpack can say, in the shapes that come near a message.
@@ -72,13 +99,16 @@ plain = st.recursive(
 near_messages = st.fixed_dictionaries(
     {
         "type": st.sampled_from(
-            ["hello", "heartbeat", "done", "hello_reply", "refused", "register", "withdraw", "announce", "gone"]
+            [
+                *("hello", "heartbeat", "done", "hello_reply", "refused", "register", "withdraw", "announce", "gone"),
+                *("register_write", "cancel_grant", "noted", "written", "not_written", "fenced"),
+            ]
         )
     },
     optional=dict.fromkeys(
         (
             *("seq", "engine_id", "target", "facts", "tokens", "token", "consumer", "nonce", "grant_key", "memory"),
-            *("transfer_id", "producer", "request_id", "grant", "reason"),
+            *("transfer_id", "producer", "request_id", "grant", "reason", "grant_id", "writing", "moved_bytes"),
         ),
         plain,
     ),
@@ -171,11 +201,42 @@ def test_hints_with_malformed_tokens_are_dropped(hint: Heartbeat | Done) -> None
         decode_question(encode(hint))
 
 
+KINDS = [
+    lambda name: Register(name, "p"),
+    lambda name: RegisterWrite(transfer_id=name, producer="p", consumer=CONSUMER),
+    lambda name: CancelGrant(name, 1, 1),
+    Withdraw,
+]
+
+
 @pytest.mark.parametrize("transfer_id", ["", "x" * 257], ids=["empty", "long"])
-@pytest.mark.parametrize("kind", [lambda name: Register(name, "p"), Withdraw], ids=["register", "withdraw"])
-def test_transfer_ids_have_a_size_limit(kind: Callable[[str], Register | Withdraw], transfer_id: str) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=["register", "write", "cancel", "withdraw"])
+def test_transfer_ids_have_a_size_limit(kind: Callable[[str], wire.Question], transfer_id: str) -> None:
     with pytest.raises(BadFrame, match="transfer id of"):
         decode_question(encode(kind(transfer_id)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        ({"grant_id": 0}, "64-bit"),
+        ({"nonce": -1}, "64-bit"),
+        ({"slot": -1}, "slot"),
+        ({"slot": 2**31}, "slot"),
+        ({"prompt_digest": b"short"}, "digest"),
+    ],
+)
+def test_registrations_with_malformed_grants_are_dropped(damage: dict[str, Any], text: str) -> None:
+    grant = msgspec.structs.replace(WRITE_GRANT, **damage)
+    with pytest.raises(BadFrame, match=text):
+        decode_question(encode(RegisterWrite(transfer_id="t", producer="p", consumer=CONSUMER, grant=grant)))
+
+
+@pytest.mark.parametrize("damage", [{"port": 0}, {"port": 65536}, {"host": ""}, {"engine_id": "x" * 513}], ids=str)
+def test_registrations_from_nowhere_are_dropped(damage: dict[str, Any]) -> None:
+    consumer = msgspec.structs.replace(CONSUMER, **damage)
+    with pytest.raises(BadFrame, match="a peer"):
+        decode_question(encode(RegisterWrite(transfer_id="t", producer="p", consumer=consumer)))
 
 
 @pytest.mark.parametrize("damage", [{"token": b"short"}, {"proof": b""}, {"proof": b"p" * 17}], ids=str)

@@ -13,7 +13,24 @@ import msgspec
 import pytest
 from benchmarks.plain_pool import plain
 
-from pdkv.core.transfer.messages import Announce, Done, Gone, Grant, Heartbeat, Register, Withdraw
+from pdkv.core.transfer.messages import (
+    Announce,
+    CancelGrant,
+    Done,
+    Fenced,
+    Gone,
+    Grant,
+    Heartbeat,
+    Noted,
+    NotWritten,
+    OfGrant,
+    Peer,
+    Register,
+    RegisterWrite,
+    Withdraw,
+    WriteGrant,
+    Written,
+)
 from pdkv.runtime import wire
 from pdkv.runtime.wire import (
     BadFrame,
@@ -56,6 +73,17 @@ GRANT = Grant(
     proof=b"p" * 16,
     group_blocks=(1, 1),
 )
+WRITE_GRANT = WriteGrant(
+    nonce=2**63,
+    grant_id=7,
+    slot=1,
+    block_ids=(1, 2, 3),
+    num_tokens=48,
+    first_token=16,
+    prompt_digest=b"d" * 16,
+    group_blocks=(2, 1),
+)
+CONSUMER = Peer("d", "127.0.0.1", 5601)
 HELLO_REPLY = HelloReply(
     seq=1,
     engine_id="p",
@@ -75,6 +103,9 @@ MESSAGES: dict[Callable[[bytes], Any], tuple[Any, ...]] = {
         Heartbeat((b"x" * 16, b"y" * 16)),
         Done(b"z" * 16, "d"),
         Register("t", "p"),
+        RegisterWrite(transfer_id="t", producer="p", consumer=CONSUMER),
+        RegisterWrite(transfer_id="t", producer="p", consumer=CONSUMER, grant=WRITE_GRANT),
+        CancelGrant("t", 2**63, 7),
         Withdraw("t"),
     ),
     decode_answer: (
@@ -83,6 +114,10 @@ MESSAGES: dict[Callable[[bytes], Any], tuple[Any, ...]] = {
         Refused(seq=2, reason="no"),
         Announce("t", "r", GRANT),
         Gone("t", "over"),
+        Noted(2**63, 7, True),
+        Written(2**63, 7, 64),
+        NotWritten(2**63, 7, "no"),
+        Fenced(2**63, 7),
     ),
     decode_to_mover: (
         START,
@@ -124,6 +159,11 @@ def encoded(message: Any) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
+def words_hold(message: WriteGrant | CancelGrant | OfGrant) -> None:
+    assert 0 <= message.nonce < 2**64
+    assert 0 < message.grant_id < 2**64
+
+
 def bounds_hold(message: Any) -> None:
     """What the rest of the code relies on without looking again."""
     match message:
@@ -133,6 +173,19 @@ def bounds_hold(message: Any) -> None:
             assert len(message.token) == 16
         case Register() | Withdraw():
             assert 0 < len(message.transfer_id) <= 256
+        case CancelGrant():
+            assert 0 < len(message.transfer_id) <= 256
+            words_hold(message)
+        case RegisterWrite():
+            assert 0 < len(message.transfer_id) <= 256
+            assert 0 < message.consumer.port < 2**16
+            assert 0 < len(message.consumer.host) <= 512
+            if message.grant is not None:
+                words_hold(message.grant)
+                assert 0 <= message.grant.slot < 2**31
+                assert len(message.grant.prompt_digest) == 16
+        case Noted() | Written() | NotWritten() | Fenced():
+            words_hold(message)
         case Announce():
             assert (len(message.grant.token), len(message.grant.proof)) == (16, 16)
         case Open():

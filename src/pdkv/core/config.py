@@ -31,6 +31,7 @@ class TransferPolicy:
     abort_frees_hits: bool = True  # an aborted load's own prefix hits come back at once: its READ does not touch them
     loads_bring_states: bool = True  # a load may begin behind a prefix whose state is not here
     skipped_go_first: bool = True  # a request that ends first gives back what no token looks at, then the rest
+    push_answers: bool = True  # WRITE push: registrations are repeated and always answered, given up grants cancelled
     failure_frees_at_once: bool = True  # a failed load's blocks come back when it is reported, not when next looked at
     kept_gives_way: bool = True  # KV kept for a next turn goes, the oldest first, when somebody needs the memory
 
@@ -45,6 +46,7 @@ VLLM = TransferPolicy(
     loaded_skips_watermark=False,
     load_failure="fail",
     abort_frees_hits=False,
+    push_answers=False,
     failure_frees_at_once=False,
     kept_gives_way=False,
 )

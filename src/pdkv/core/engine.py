@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 
@@ -16,35 +17,32 @@ from pdkv.core.blocks.residency import Eviction, Residency
 from pdkv.core.config import EngineConfig
 from pdkv.core.events import Event, FinishReason
 from pdkv.core.journal import Journal
+from pdkv.core.peer_news import PeerNews
 from pdkv.core.ports import (
     Abort,
     Batch,
     BoolArray,
-    Decline,
-    FromConsumer,
-    FromProducer,
     InboxItem,
     Int32Array,
     MemoryView,
-    MoverRestarted,
     NewRequest,
     Outputs,
-    PeerLost,
-    PeerMet,
     Plan,
-    ReadEnded,
 )
 from pdkv.core.scheduler.request import Request, Status
 from pdkv.core.scheduler.running import PlanRows
 from pdkv.core.scheduler.scheduler import Scheduler
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.lease import LeaseSlots, SlotArray
-from pdkv.core.transfer.messages import Awaited, Done, Gone, Heartbeat, Register, RemoteSource, Withdraw
+from pdkv.core.transfer.messages import (
+    Peer,
+)
 from pdkv.core.transfer.producer import Producer
-from pdkv.core.transfer.proof import bind
+from pdkv.core.transfer.quarantine import LastFence
 from pdkv.core.transfer.rendezvous import Announcements
-from pdkv.core.validation import check_request, check_source
-from pdkv.errors import BadRequest, BlocksInUse
+from pdkv.core.transfer.writes import Writes
+from pdkv.core.validation import check_request
+from pdkv.errors import BlocksInUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +91,28 @@ class Engine:
                 config.kv_metrics_sample, identity.nonce, lambda: self._journal.now_ns
             )
         lease_slots = LeaseSlots(slots, nonce=identity.nonce, secret=identity.secret)
-        announcements = Announcements(config, identity.engine_id, self._journal)
-        self.producer = Producer(config, self.manager, lease_slots, announcements, self._journal)
-        self.consumer = Consumer(config, identity.engine_id, self.manager, self._journal)
+        handles, self._last_fence = count(1), LastFence()
+        writes = Writes(config, self.manager, handles, self._last_fence, self._journal)
+        announcements = Announcements(config, identity.engine_id, writes, self._journal)
+        self.producer = Producer(config, self.manager, lease_slots, announcements, writes, self._journal)
+        self.consumer = Consumer(
+            config, identity.engine_id, self.manager, lease_slots, handles, self._last_fence, self._journal
+        )
         self.scheduler = Scheduler(config, self.manager, self.producer, self.consumer, self._journal, hash_function)
+        self._news = PeerNews(config, self.manager, self.producer, self.consumer, self.scheduler, self._last_fence)
         self.hash_function = hash_function
         self.requests: dict[str, Request] = {}
         self._outstanding: deque[tuple[int, PlanRows]] = deque()
         self._next_step = 0
         self._sequence = 0
         self._last_arrival_ns = -1
+
+    def accept_writes(self, here: Peer) -> None:
+        """From now on this instance grants its memory to producers that are asked to WRITE, and find it at ``here``.
+
+        Without this call it has them announce what they keep, and reads it.
+        """
+        self.consumer.grants.here = here
 
     # ------------------------------------------------------------------------------------------------ the two calls
 
@@ -116,7 +126,7 @@ class Engine:
         self._set_time(now_ns)
         for item in inbox:
             self._take_in(item)
-        self._run_timers()
+        self._news.run_timers()
         step_id, self._next_step = self._next_step, self._next_step + 1
         rows = self.scheduler.schedule(step_id)
         copies = self.scheduler.take_copies(step_id)
@@ -125,11 +135,14 @@ class Engine:
             step_id=step_id,
             batch=self._batch(rows, copies),
             reads=self.consumer.take_reads(),
-            cancels=self.consumer.take_cancels(),
+            writes=self.producer.writes.take_posts(),
+            cancels=self.consumer.take_cancels() + self.producer.writes.take_cancels(),
+            revoked=self.consumer.grants.revoked(),
             messages=self.consumer.take_messages(),
             replies=self.producer.announcements.take_replies(),
             keepalives=self.consumer.keepalives(),
-            restart_mover=self.consumer.take_restart(),
+            restart_mover=self._last_fence.take(),
+            evict=self.consumer.grants.take_evicted(),
             next_deadline_ns=now_ns if self.scheduler.owes_a_step and not len(rows) else self.next_deadline_ns(),
             events=self._take_events(),
         )
@@ -250,60 +263,8 @@ class Engine:
                     del self.requests[item.request_id]
                 elif item.reason is FinishReason.ABORT:
                     self.producer.on_undelivered(item.request_id)
-            case Decline(offer=Awaited() as awaited):
-                self.consumer.waits.decline(awaited)
-            case Decline(offer=RemoteSource() as source):
-                self.consumer.decline(source)
-            case FromConsumer():
-                self._on_consumer(item)
-            case FromProducer():
-                self._on_producer(item)
-            case PeerLost():
-                for request in self.consumer.waits.at(item.peer):
-                    self.consumer.waits.drop(request, tell=True)  # it may be alive, and only no peer for us
-                    self.scheduler.offer_failed(request, item.cause)
-                for request in self.consumer.turns.waiting_at(item.peer):
-                    self.consumer.forget(request)
-                    self.scheduler.offer_failed(request, item.cause)
-            case PeerMet():
-                self.scheduler.blocked_by = None
-                self.consumer.turns.met(item.peer, item.clock_offset_ns)
-            case ReadEnded():
-                ended = self.consumer.on_read_ended(item)
-                if ended is not None:
-                    self.scheduler.load_ended(*ended)
-            case MoverRestarted():
-                self.consumer.on_mover_restarted(item.handles)
-
-    def _on_consumer(self, item: FromConsumer) -> None:
-        match item.message:
-            case Heartbeat():
-                self.producer.on_heartbeat(item.message, item.received_ns)
-            case Done():
-                self.producer.on_done(item.message)
-            case Register():
-                self.producer.announcements.on_register(item.message, item.origin)
-            case Withdraw():
-                self.producer.on_withdraw(item.message)
-
-    def _on_producer(self, item: FromProducer) -> None:
-        request = self.consumer.waits.find(item.message.transfer_id, item.peer.engine_id)
-        if request is None:  # an answer too many: it has been announced, has ended, or was never asked for
-            return
-        if isinstance(item.message, Gone):
-            self.consumer.waits.drop(request, tell=False)
-            self.scheduler.offer_failed(request, item.message.reason)
-            return
-        announced = RemoteSource(peer=item.peer, request_id=item.message.request_id, grant=item.message.grant)
-        source = bind(announced, request.new.prompt)
-        try:
-            check_source(request.new, source, self.config, self.manager)
-        except BadRequest as error:
-            self.consumer.waits.drop(request, tell=True)
-            self.scheduler.offer_failed(request, str(error))
-            return
-        self.scheduler.blocked_by = None
-        self.consumer.announced(request, source)
+            case _:
+                self._news.take_in(item)
 
     def _add(self, new: NewRequest) -> None:
         self.validate(new)
@@ -320,24 +281,6 @@ class Engine:
         self._sequence += 1
         self.requests[new.request_id] = request
         self.scheduler.add(request)
-
-    def _run_timers(self) -> None:
-        """Leases and loads whose time is up. The inbox has been drained, so a beat that came in time counts."""
-        self.producer.sweep()
-        load_s = self.config.kv_load_timeout_ns // 1_000_000_000
-        for request in self.consumer.overdue():
-            cause = f"not there {load_s} s after its READ was posted (--kv-load-timeout)"
-            self.consumer.abandon(request, cause)
-            self.scheduler.load_ended(request, cause)
-        for request in self.consumer.waits.overdue():
-            self.consumer.waits.drop(request, tell=True)
-            seconds = self.config.push_registration_timeout_ns // 1_000_000_000
-            self.scheduler.offer_failed(request, f"not announced within {seconds} s of its arrival")
-        for request in self.consumer.turns.overdue():
-            self.consumer.forget(request)
-            self.scheduler.offer_failed(request, f"no handshake within {load_s} s with the engine that keeps it")
-        self.scheduler.give_back_overdue()
-        self.consumer.sweep()
 
     def _take_events(self) -> tuple[Event, ...]:
         for request in self.scheduler.take_ended():

@@ -96,6 +96,35 @@ class LoadFailed(Event, frozen=True, kw_only=True):
     cause: str
 
 
+class LoadOverdue(Event, frozen=True, kw_only=True):
+    """Policy ``vllm``: KV that was to be written here has not come in time; nothing is done about it."""
+
+    cause: str
+
+
+class WriteStarted(Event, frozen=True, kw_only=True):
+    """P posted the WRITE of a prompt's KV into a consumer's memory."""
+
+    handle: int
+    blocks: int
+
+
+class WriteFinished(Event, frozen=True, kw_only=True):
+    """P has written all of it."""
+
+    handle: int
+    blocks: int
+    moved_bytes: int
+    seconds: float
+
+
+class WriteFailed(Event, frozen=True, kw_only=True):
+    """P's WRITE ended before all was there; ``cause`` is shown to the operator."""
+
+    handle: int
+    cause: str
+
+
 class LeaseGranted(Event, frozen=True, kw_only=True):
     """P keeps ``blocks`` blocks until a peer is done or ``deadline_ns`` passes.
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pdkv.core.blocks.extra_keys import LoraAdapter, MultimodalItem
 from pdkv.core.events import Event, FinishReason
-from pdkv.core.transfer.messages import Awaited, Peer, RemoteSource, ToConsumer, ToProducer
+from pdkv.core.transfer.messages import Awaited, Peer, RemoteSource, ToConsumer, ToProducer, WriteGrant
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -37,8 +37,9 @@ class NewRequest:
 
     ``produce`` keeps the KV under a lease when the request finishes (P's leg: ``do_remote_decode``), and announces that
     under ``transfer_id`` if it has one; ``source`` says where the prompt's KV already is (D's leg:
-    ``do_remote_prefill``), ``awaited`` who will announce it. Bidirectional mode: ``keep_turn`` keeps the KV of prompt
-    and answer for the conversation's next turn (D's leg), whose prefill comes with both ``produce`` and ``source``.
+    ``do_remote_prefill``), ``awaited`` who will announce or write it. Bidirectional mode: ``keep_turn`` keeps the KV of
+    prompt and answer for the conversation's next turn (D's leg), whose prefill comes with both ``produce`` and
+    ``source``.
     """
 
     request_id: str
@@ -131,6 +132,23 @@ class ReadEnded:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteEnded:
+    """A WRITE's handle is over: nothing of it can touch either memory any more. ``error`` says why not all is there."""
+
+    handle: int
+    moved_bytes: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrantsFenced:
+    """Nothing can be written here under these grants any more, whatever their producers do."""
+
+    grant_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class MoverRestarted:
     """The mover was killed and started again: ``handles``, all it had been given, are fenced and will not report.
@@ -141,7 +159,8 @@ class MoverRestarted:
     handles: tuple[int, ...]
 
 
-InboxItem = NewRequest | Abort | Decline | FromConsumer | FromProducer | PeerMet | PeerLost | ReadEnded | MoverRestarted
+FromMover = ReadEnded | WriteEnded | GrantsFenced | MoverRestarted
+InboxItem = NewRequest | Abort | Decline | FromConsumer | FromProducer | PeerMet | PeerLost | FromMover
 
 
 # ---------------------------------------------------------------------------------------------------------- plan
@@ -190,6 +209,32 @@ class PostRead:
     local_blocks: Int32Array
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PostWrite:
+    """Write ``local_blocks[i]`` to ``remote_blocks[i]`` of the consumer's pool, while its slot names the grant.
+
+    The mover reports exactly one `WriteEnded` for ``handle``, however it ends (a refused handshake included). Handles
+    of READs and WRITEs are never equal.
+    """
+
+    handle: int
+    consumer: Peer
+    grant: WriteGrant
+    remote_blocks: Int32Array
+    local_blocks: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """A grant that was given up: its slot has been cleared, but its producer has not said yet that it has stopped.
+
+    Who can see to it himself that nothing is written any more reports `GrantsFenced`.
+    """
+
+    grant_id: int
+    slot: int
+
+
 @dataclass(frozen=True, slots=True)
 class SendMessage:
     """Tell a producer; lost messages are allowed for."""
@@ -224,17 +269,22 @@ class Plan:
     """What to do now. Owns its arrays; the core never changes them afterwards.
 
     Every plan is completed exactly once, in order, with `Outputs` of the same ``step_id``. ``next_deadline_ns`` is when
-    the engine must be stepped again even if nothing arrives; ``None`` when nothing is timed.
+    the engine must be stepped again even if nothing arrives; ``None`` when nothing is timed. ``cancels`` are handles of
+    READs and WRITEs. ``revoked`` is the whole set of grants given up and not fenced yet; for those in ``evict`` whoever
+    may still write is to be ended now, which is then reported (`GrantsFenced`).
     """
 
     step_id: int
     batch: Batch
     reads: tuple[PostRead, ...] = ()
+    writes: tuple[PostWrite, ...] = ()
     cancels: tuple[int, ...] = ()
+    revoked: tuple[Revoked, ...] = ()
     messages: tuple[SendMessage, ...] = ()
     replies: tuple[Reply, ...] = ()
     keepalives: tuple[Keepalive, ...] = ()
     restart_mover: bool = False
+    evict: tuple[int, ...] = ()
     next_deadline_ns: int | None = None
     events: tuple[Event, ...] = ()
 

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 import zmq
 
 from pdkv.core.ports import FromConsumer, FromProducer, InboxItem, Keepalive, PeerLost, PeerMet, Plan, Reply
-from pdkv.core.transfer.messages import Announce, Heartbeat, Register, ToProducer
+from pdkv.core.transfer.messages import Announce, Gone, Heartbeat, Register, RegisterWrite, ToProducer
 from pdkv.errors import ConfigError, FenceLost
 from pdkv.runtime.doorkeeper import Doorkeeper, PeerIdentity, TransferMemory
 from pdkv.runtime.mover_host import MoverHost, MoverKind
@@ -297,7 +297,7 @@ class Control:
             if link.socket in ready:
                 for told in self._peers.hear(link, _FRAMES_PER_TURN, self._now_ns()):
                     self._stats.announcements_received += isinstance(told, Announce)
-                    self._stats.gone_received += not isinstance(told, Announce)
+                    self._stats.gone_received += isinstance(told, Gone)
                     self._deliver(FromProducer(told, link.peer))
             if link.monitor in ready and link.connection_lost():
                 self._peers.lost(link)
@@ -371,7 +371,7 @@ class Control:
         self._stats.refusals += isinstance(answer, Refused)
         if isinstance(answer, ToProducer):
             self._stats.heartbeats_received += isinstance(answer, Heartbeat)
-            self._stats.registrations_received += isinstance(answer, Register)
+            self._stats.registrations_received += isinstance(answer, Register | RegisterWrite)
             self._deliver(FromConsumer(answer, now_ns, sender))
         else:
             self._send_answer(sender, answer)
@@ -382,7 +382,7 @@ class Control:
             sent = self._send_answer(reply.origin, reply.message)
             self._stats.lost_messages += not sent
             self._stats.announcements_sent += sent and isinstance(reply.message, Announce)
-            self._stats.gone_sent += sent and not isinstance(reply.message, Announce)
+            self._stats.gone_sent += sent and isinstance(reply.message, Gone)
 
     def _send_answer(self, sender: bytes, answer: Answer) -> bool:
         """Whether the socket took it."""

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 
 from pdkv.core.ports import Keepalive, SendMessage
-from pdkv.core.transfer.messages import Announce, Gone, Heartbeat, Peer, Register, ToConsumer
+from pdkv.core.transfer.messages import Gone, Heartbeat, NotWritten, Peer, Register, RegisterWrite, ToConsumer
 from pdkv.runtime.doorkeeper import differing_facts
 from pdkv.runtime.geometry import Geometry, unlike
 from pdkv.runtime.peer_auth import line_for
@@ -113,7 +114,9 @@ class Peers:
             link.last_used_ns = now_ns
             if isinstance(answer, Gone):
                 told.append(Gone(answer.transfer_id, readable(answer.reason, REASON_CHARS)))  # it will stand in logs
-            elif isinstance(answer, Announce):
+            elif isinstance(answer, NotWritten):
+                told.append(msgspec.structs.replace(answer, reason=readable(answer.reason, REASON_CHARS)))
+            elif isinstance(answer, ToConsumer):
                 told.append(answer)
             elif link.handshake is Handshake.ASKED and answer.seq == link.hello_seq:
                 self._on_answer(link, answer, now_ns)
@@ -174,7 +177,7 @@ class Peers:
             elif isinstance(message.message, Heartbeat):
                 self.stats.heartbeats_sent += 1
             else:
-                self.stats.registrations_sent += isinstance(message.message, Register)
+                self.stats.registrations_sent += isinstance(message.message, Register | RegisterWrite)
 
     def keep_alive(self, keepalives: tuple[Keepalive, ...], now_ns: int) -> None:
         """Make these the whole set of leases that are renewed."""

@@ -1,10 +1,10 @@
 """The side channel's messages: msgpack, tagged, size-capped; nothing is ever unpickled.
 
-One message is one ZMQ frame. The asking side (DEALER) sends `Hello`, and the core's hints `Heartbeat`, `Done`
-and `Withdraw` and, in push mode, `Register`. The answering side (ROUTER) replies to the first with the same ``seq``,
-and to the last with `Announce` or `Gone`, sooner or later. A frame that is too long or cannot be decoded raises
-`BadFrame`: the receiver counts and drops it. Peers that share a secret first exchange `Open` and `Opened`, and put all
-else under a seal (`runtime.peer_auth`).
+One message is one ZMQ frame. The asking side (DEALER) sends `Hello`, and the core's hints `Heartbeat`, `Done` and
+`Withdraw` and, in push mode, `Register`, `RegisterWrite` and `CancelGrant`. The answering side (ROUTER) replies to the
+first with the same ``seq``, and to registrations and cancellations sooner or later. A frame that is too long or cannot
+be decoded raises `BadFrame`: the receiver counts and drops it. Peers that share a secret first exchange `Open` and
+`Opened`, and put all else under a seal (`runtime.peer_auth`).
 
 A second, private channel joins the control thread and its mover (one socket pair, frames with a 4-byte length).
 """
@@ -17,7 +17,21 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pdkv.core.transfer.messages import Announce, Done, Gone, Heartbeat, Register, Withdraw
+from pdkv.core.transfer.messages import (
+    Announce,
+    CancelGrant,
+    Done,
+    Heartbeat,
+    OfGrant,
+    Peer,
+    Register,
+    RegisterWrite,
+    ToConsumer,
+    ToProducer,
+    Withdraw,
+    WriteGrant,
+    Written,
+)
 from pdkv.core.transfer.proof import KEY_BYTES, PROOF_BYTES, TOKEN_BYTES
 from pdkv.runtime.geometry import Geometry
 from pdkv.runtime.shown import readable
@@ -27,6 +41,9 @@ MAX_FRAME_BYTES = 4 << 20
 SEAL_BYTES = 25  # of a sealed frame (`runtime.peer_auth`), in front of the message
 MAX_MOVER_FRAME_BYTES = 64 << 20
 MAX_TRANSFER_ID_CHARS = 256
+_MAX_NAME_CHARS = 512
+_DIGEST_BYTES = 16
+_WORD_LIMIT = 1 << 64  # nonces and numbers of grants stand in 64-bit words
 
 
 MemoryKind = Literal["DRAM", "VRAM"]
@@ -131,8 +148,8 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     reason: str
 
 
-Question = Hello | Heartbeat | Done | Register | Withdraw
-Answer = HelloReply | Refused | Announce | Gone
+Question = Hello | ToProducer
+Answer = HelloReply | Refused | ToConsumer
 
 _encoder = msgspec.msgpack.Encoder()
 _questions = msgspec.msgpack.Decoder(Question | Open)
@@ -154,8 +171,15 @@ def decode_question(frame: bytes) -> Question | Open:
         raise BadFrame("a heartbeat with a token that is not 16 bytes")
     if isinstance(message, Done) and len(message.token) != TOKEN_BYTES:
         raise BadFrame("a done with a token that is not 16 bytes")
-    if isinstance(message, Register | Withdraw) and not 0 < len(message.transfer_id) <= MAX_TRANSFER_ID_CHARS:
+    named = Register | RegisterWrite | CancelGrant | Withdraw
+    if isinstance(message, named) and not 0 < len(message.transfer_id) <= MAX_TRANSFER_ID_CHARS:
         raise BadFrame(f"a transfer id of {len(message.transfer_id)} characters")
+    if isinstance(message, RegisterWrite):
+        _check_peer(message.consumer)
+        if message.grant is not None:
+            _check_grant(message.grant)
+    if isinstance(message, CancelGrant):
+        _check_words(message)
     return message
 
 
@@ -166,7 +190,32 @@ def decode_answer(frame: bytes) -> Answer | Opened:
         lengths = len(answer.grant.token), len(answer.grant.proof)
         if lengths != (TOKEN_BYTES, PROOF_BYTES):
             raise BadFrame(f"a grant whose token and proof have {lengths} bytes")
+    if isinstance(answer, OfGrant):
+        _check_words(answer)
+    if isinstance(answer, Written) and not 0 <= answer.moved_bytes < 1 << 62:
+        raise BadFrame(f"a WRITE of {answer.moved_bytes} bytes")
     return answer
+
+
+def _check_peer(peer: Peer) -> None:
+    if not (0 < len(peer.engine_id) <= _MAX_NAME_CHARS and 0 < len(peer.host) <= _MAX_NAME_CHARS):
+        raise BadFrame(f"a peer with names of {len(peer.engine_id)} and {len(peer.host)} characters")
+    if not 0 < peer.port < 1 << 16:
+        raise BadFrame(f"a peer at port {peer.port}")
+
+
+def _check_words(message: WriteGrant | CancelGrant | OfGrant) -> None:
+    if not (0 <= message.nonce < _WORD_LIMIT and 0 < message.grant_id < _WORD_LIMIT):
+        raise BadFrame("a grant whose numbers are no 64-bit words")
+
+
+def _check_grant(grant: WriteGrant) -> None:
+    """Bounds of what is used as it is; whether the grant fits what is kept is the core's to see."""
+    _check_words(grant)
+    if not 0 <= grant.slot < 1 << 31:
+        raise BadFrame(f"a grant with slot {grant.slot}")
+    if len(grant.prompt_digest) != _DIGEST_BYTES:
+        raise BadFrame(f"a grant whose digest has {len(grant.prompt_digest)} bytes")
 
 
 def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes, limit_bytes: int = MAX_FRAME_BYTES):  # type: ignore[no-untyped-def]

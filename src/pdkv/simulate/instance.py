@@ -11,7 +11,7 @@ from pdkv.core.config import EngineConfig
 from pdkv.core.engine import Engine, Identity
 from pdkv.core.events import Event, Finished
 from pdkv.core.ports import Abort, FromConsumer, FromProducer, InboxItem, Int32Array, Keepalive, NewRequest, Plan
-from pdkv.core.transfer.messages import Heartbeat, Peer, Register, ToConsumer, ToProducer
+from pdkv.core.transfer.messages import Heartbeat, OfGrant, Peer, Register, ToConsumer, ToProducer
 from pdkv.simulate.clock import Action, Duration
 from pdkv.simulate.device import Device
 from pdkv.simulate.mover import Mover
@@ -106,6 +106,8 @@ class Life:
     def _received(self, message: ToProducer | ToConsumer, sender: int) -> None:
         if isinstance(message, ToProducer):
             self.deliver(FromConsumer(message, self.now_ns, str(sender).encode()))
+            return
+        if isinstance(message, OfGrant):
             return
         peer = self._asked.get(message.transfer_id)  # a connection is to one life of a producer
         if peer is not None and peer.port == sender:

@@ -21,7 +21,7 @@ class Verdict(enum.Enum):
     """What became of the attempt."""
 
     RUN = enum.auto()  # blocks allocated; compute ``tokens`` now
-    LOAD = enum.auto()  # blocks allocated; read ``external_tokens`` from the producer first
+    LOAD = enum.auto()  # blocks allocated; ``external_tokens`` are to come from the producer first
     SKIP = enum.auto()  # not this step; others behind it may be tried
     STOP = enum.auto()  # does not fit: nobody behind it is tried either (head-of-line blocking)
 
@@ -75,17 +75,22 @@ class Admitter:
                 request.wait_cause = "leases pin their share of the pool (--max-leased-fraction)"
                 return Admission(Verdict.SKIP, share_used_up=True)
             request.produces = False
-        if request.awaited is not None and not request.look_for_hits:
+        written = request.awaited is not None and request.awaited.write
+        if request.awaited is not None and not written and not request.look_for_hits:
             return Admission(Verdict.SKIP)
-        if request.source is not None and self._config.transfer.loads_bring_states:
+        if (request.source is not None or written) and self._config.transfer.loads_bring_states:
             hit, lacks_state = self._manager.lookup_for_load(request)
         else:
             hit, lacks_state = self._manager.lookup(request), False
-        if request.awaited is not None and request.num_prompt - hit.tokens > self._config.sizes.scheduler_tokens:
+        lacks_little = request.num_prompt - hit.tokens <= self._config.sizes.scheduler_tokens
+        if request.awaited is not None and not written and not lacks_little:
             request.wait_cause = f"waits for {request.awaited.peer.engine_id[:80]} to announce its prompt's KV"
             request.look_for_hits = False
             return Admission(Verdict.SKIP)
-        hit, external = self._external(request, hit)
+        if written and lacks_little and self._config.transfer.push_answers:
+            external = 0
+        else:
+            hit, external = self._external(request, hit)
         if external and request.source is not None and request.source.expires_ns is not None:
             decided = self._consumer.turns.decide(request)
             if decided is Turn.WAIT:
@@ -121,6 +126,9 @@ class Admitter:
         sharer = self._consumer.shares_with(request, hit.tokens)
         if sharer is not None:
             request.wait_cause = f"the same prefix is being loaded for {sharer}"
+            return Admission(Verdict.SKIP)
+        if request.source is None and not self._consumer.grants.has_room:
+            request.wait_cause = "as much of the memory is granted to producers as there are slots"
             return Admission(Verdict.SKIP)
         fits = self._allocate(
             request,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-import numpy as np
 
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
-from pdkv.core.events import Fenced, LoadFailed, LoadFinished, LoadStarted, Quarantined
+from pdkv.core.events import LoadFailed, LoadFinished, LoadStarted
 from pdkv.core.journal import Journal
 from pdkv.core.ledger import Account
 from pdkv.core.ports import Int32Array, Keepalive, PostRead, ReadEnded, SendMessage
 from pdkv.core.scheduler.request import Request
-from pdkv.core.transfer.messages import Done, Peer, RemoteSource
+from pdkv.core.transfer.grants import Promise, WriteGrants
+from pdkv.core.transfer.lease import LeaseSlots
+from pdkv.core.transfer.messages import Done, OfGrant, Peer, RemoteSource
 from pdkv.core.transfer.next_turn import NextTurns
+from pdkv.core.transfer.pairs import pair_blocks
+from pdkv.core.transfer.quarantine import LastFence, Quarantine
 from pdkv.core.transfer.rendezvous import Waits
 
 
@@ -29,6 +32,11 @@ class Load:
     remote: Int32Array
     local: Int32Array
     deadline_ns: int
+
+    @property
+    def num_tokens(self) -> int:
+        """With how many tokens the request goes on."""
+        return self.source.usable_tokens
 
 
 @dataclass(slots=True)
@@ -48,7 +56,16 @@ def _owner(handle: int) -> str:
 class Consumer:
     """Which leases to keep alive, which READs are out, and when blocks that a READ may touch are safe again."""
 
-    def __init__(self, config: EngineConfig, engine_id: str, manager: KVCacheManager, journal: Journal) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine_id: str,
+        manager: KVCacheManager,
+        slots: LeaseSlots,
+        handles: Iterator[int],
+        last_fence: LastFence,
+        journal: Journal,
+    ) -> None:
         self._config = config
         self._engine_id = engine_id
         self._manager = manager
@@ -56,13 +73,13 @@ class Consumer:
         self._wanted: dict[str, RemoteSource] = {}  # by request id: to be kept alive
         self._loads: dict[int, Load] = {}
         self._given_up: dict[int, GivenUp] = {}
-        self._next_handle = 1
-        self._restart_pending = False
+        self._handles, self._last_fence = handles, last_fence
         self._reads: list[PostRead] = []
         self._cancels: list[int] = []
         self._messages: list[SendMessage] = []
-        self._restart = False
-        self.waits = Waits(config, journal, self._messages)
+        self._quarantine = Quarantine(config, manager, journal)
+        self.grants = WriteGrants(config, manager, slots, self._quarantine, journal, self._messages)
+        self.waits = Waits(config, journal, self._messages, self.grants)
         self.turns = NextTurns(config, manager, journal)
 
     # ------------------------------------------------------------------------------------- before anything is read
@@ -99,7 +116,8 @@ class Consumer:
         """Tokens the producer can supply beyond the local hit; 0 when there is nothing (left) to load."""
         source = request.source
         if source is None:
-            return 0
+            written = request.awaited is not None and request.awaited.write
+            return max(self.grants.expected_tokens(request) - local_tokens, 0) if written else 0
         if source.expires_ns is not None:
             return self.turns.external_tokens(source, local_tokens)
         return max(source.usable_tokens - local_tokens, 0)
@@ -116,8 +134,9 @@ class Consumer:
         if position >= len(request.hashes):
             return None
         wanted = request.hashes[position]
-        for load in self._loads.values():
-            full = load.source.usable_tokens // unit
+        loads: tuple[Load | Promise, ...] = (*self._loads.values(), *self.grants.promises())
+        for load in loads:
+            full = load.num_tokens // unit
             if load.first <= local_tokens and position < full and load.request.hashes[position] == wanted:
                 return load.request.request_id
         return None
@@ -125,12 +144,19 @@ class Consumer:
     # ------------------------------------------------------------------------------------------------- the read
 
     def begin(self, request: Request, local_tokens: int, tokens: int) -> None:
-        """Post the READ of everything behind the first ``local_tokens`` tokens, which the request has already."""
+        """Post the READ of everything behind the first ``local_tokens`` tokens, which the request has already.
+
+        Or grant the blocks of it to the producer that is to write it.
+        """
         source = request.source
-        assert source is not None
-        remote, local = self._pairs(request.request_id, source, local_tokens)
+        if source is None:
+            self.waits.admitted(request)
+            self.grants.open(request, local_tokens, tokens)
+            return
+        key, granted = request.request_id, source.grant
+        remote, local = pair_blocks(self._manager, key, granted, source.usable_tokens, local_tokens)
         deadline_ns = self._journal.now_ns + self._config.kv_load_timeout_ns
-        load = Load(request, source, self._new_handle(), local_tokens, remote, local, deadline_ns)
+        load = Load(request, source, next(self._handles), local_tokens, remote, local, deadline_ns)
         self._loads[load.handle] = load
         shown = deadline_ns if self._config.transfer.bounded_waits else None
         self._manager.move(request.request_id, Account.LOADING, f"reading from {source.peer.engine_id[:80]}", shown)
@@ -168,57 +194,61 @@ class Consumer:
                 seconds=report.seconds,
             )
         )
-        if self._config.transfer.bounded_waits:
-            load.request.loaded_deadline_ns = self._journal.now_ns + self._config.kv_load_timeout_ns
-        self._manager.move(
-            load.request.request_id,
-            Account.LOADED_WAITING,
-            "loaded; waiting for a running slot",
-            load.request.loaded_deadline_ns,
-        )
+        self._loaded(load.request)
         return load.request, None
 
+    def on_grant(self, message: OfGrant, peer: Peer) -> tuple[Request, str | None] | None:
+        """What a producer says about a grant of this instance's memory means: as `on_read_ended`."""
+        ended = self.grants.on_message(message, peer)
+        if ended is not None:
+            request, cause = ended
+            request.awaited = None  # nothing to withdraw
+            if cause is None:
+                self._loaded(request)
+        return ended
+
+    def _loaded(self, request: Request) -> None:
+        if self._config.transfer.bounded_waits:
+            request.loaded_deadline_ns = self._journal.now_ns + self._config.kv_load_timeout_ns
+        self._manager.move(
+            request.request_id,
+            Account.LOADED_WAITING,
+            "loaded; waiting for a running slot",
+            request.loaded_deadline_ns,
+        )
+
     def abandon(self, request: Request, cause: str) -> None:
-        """Nobody waits for this load any more: its blocks stay in quarantine until the handle ends or is fenced."""
+        """Nobody waits for this load any more: its blocks stay in quarantine until it has ended or is fenced."""
+        promise = self.grants.find(request)
+        if promise is not None:
+            self.forget(request)
+            self.grants.take_back(promise, cause)
+            return
         load = next(load for load in self._loads.values() if load.request is request)
         del self._loads[load.handle]
         self.forget(request)
         self._fail(load, cause)
-        given_up = GivenUp(request.request_id, len(load.local), self._journal.now_ns + self._config.fence_timeout_ns)
-        self._given_up[load.handle] = given_up
-        key = _owner(load.handle)
-        if self._config.transfer.abort_frees_hits:
-            self._manager.release_hits(request.request_id, load.first)
-        self._manager.rename(request.request_id, key)
-        shown = given_up.deadline_ns if self._config.transfer.bounded_waits else None
-        self._manager.move(key, Account.QUARANTINE, f"{cause}; its READ may still write", shown)
+        key, blocks = _owner(load.handle), len(load.local)
+        danger = "its READ may still write"
+        deadline_ns = self._quarantine.enter(request, key, load.handle, load.first, blocks, cause, danger)
+        self._given_up[load.handle] = GivenUp(request.request_id, blocks, deadline_ns)
         self._cancels.append(load.handle)
-        self._journal.emit(
-            Quarantined(
-                request_id=request.request_id,
-                at_ns=self._journal.now_ns,
-                handle=load.handle,
-                blocks=given_up.blocks,
-                cause=cause,
-            )
-        )
 
     def is_loading(self, request: Request) -> bool:
-        """Whether a READ for this request is out."""
-        return any(load.request is request for load in self._loads.values())
+        """Whether a READ or WRITE for this request is out."""
+        return self.grants.find(request) is not None or any(load.request is request for load in self._loads.values())
 
     def on_mover_restarted(self, handles: tuple[int, ...]) -> None:
         """``handles`` are fenced; loads still wanted are posted again under new handles.
 
         Given-up READs that had not been handed over yet have the new mover to report them: it gets the full fence time.
         """
-        self._restart_pending = False
         for handle in handles:
             if handle in self._given_up:
                 self._fence(handle)
             elif handle in self._loads:
                 load = self._loads.pop(handle)
-                load.handle = self._new_handle()
+                load.handle = next(self._handles)
                 self._loads[load.handle] = load
                 self._post(load)
         fence_ns = self._journal.now_ns + self._config.fence_timeout_ns
@@ -229,11 +259,15 @@ class Consumer:
 
     # ------------------------------------------------------------------------------------------------- deadlines
 
-    def overdue(self) -> list[Request]:
-        """Requests whose load has outlived its deadline."""
-        if not self._config.transfer.bounded_waits:
-            return []
-        return [load.request for load in self._loads.values() if load.deadline_ns <= self._journal.now_ns]
+    def overdue(self) -> list[tuple[Request, str]]:
+        """Requests whose load has outlived its deadline, and how."""
+        late = self.grants.overdue()
+        if self._config.transfer.bounded_waits:
+            seconds = self._config.kv_load_timeout_ns // 10**9
+            cause = f"not there {seconds} s after its READ was posted (--kv-load-timeout)"
+            now_ns = self._journal.now_ns
+            late += [(load.request, cause) for load in self._loads.values() if load.deadline_ns <= now_ns]
+        return late
 
     def sweep(self) -> None:
         """Register again; order a new mover once a given-up READ has not ended within the fence time.
@@ -241,17 +275,19 @@ class Consumer:
         That is the last fence (design 3.2).
         """
         self.waits.sweep()
-        if not self._config.transfer.bounded_waits or self._restart_pending:
+        self.grants.sweep()
+        if not self._config.transfer.bounded_waits:
             return
         if any(given_up.deadline_ns <= self._journal.now_ns for given_up in self._given_up.values()):
-            self._restart = self._restart_pending = True
+            self._last_fence.order()
 
     def next_deadline_ns(self) -> int | None:
-        """When a load, a fence or a wait runs out next, or a registration is to be repeated."""
-        times = [time for rule in (self.waits, self.turns) if (time := rule.next_deadline_ns()) is not None]
+        """When a load, a fence or a wait runs out next, or a message is to be repeated."""
+        rules = (self.waits, self.grants, self.turns)
+        times = [time for rule in rules if (time := rule.next_deadline_ns()) is not None]
         if self._config.transfer.bounded_waits:
             times += [load.deadline_ns for load in self._loads.values()]
-            if not self._restart_pending:
+            if not self._last_fence.pending:
                 times += [given_up.deadline_ns for given_up in self._given_up.values()]
         return min(times, default=None)
 
@@ -273,14 +309,9 @@ class Consumer:
         self._messages.clear()
         return messages
 
-    def take_restart(self) -> bool:
-        """Whether the mover must be killed and started again now, once."""
-        restart, self._restart = self._restart, False
-        return restart
-
     def keepalives(self) -> tuple[Keepalive, ...]:
         """Leases to renew, by peer: every request from its arrival, or announcement, until its READ has ended."""
-        awaited = (*self.waits.peers(), *self.turns.peers())
+        awaited = (*self.waits.peers(), *self.grants.peers(), *self.turns.peers())
         by_peer: dict[Peer, list[bytes]] = {}
         for source in self._wanted.values():
             by_peer.setdefault(source.peer, []).append(source.grant.token)
@@ -289,17 +320,6 @@ class Consumer:
         return tuple(Keepalive(peer, tuple(tokens), peer in awaited) for peer, tokens in by_peer.items())
 
     # ---------------------------------------------------------------------------------------------------- helpers
-
-    def _pairs(self, key: str, source: RemoteSource, local_tokens: int) -> tuple[Int32Array, Int32Array]:
-        """int32[n] remote and local blocks of all groups: both hold the same tokens, up to the last one usable."""
-        remote, local, at, grant = [], [], 0, source.grant
-        wanted = self._manager.peer_spans(source.usable_tokens, local_tokens)
-        granted = self._manager.peer_spans(grant.num_tokens)
-        for group, ((first, stop), (start, end)) in enumerate(zip(wanted, granted, strict=True)):
-            remote.append(np.asarray(grant.block_ids[at + first - start : at + stop - start], dtype=np.int32))
-            local.append(self._manager.blocks_of(key, group)[first:stop])
-            at += end - start
-        return np.concatenate(remote), np.concatenate(local)
 
     def _judge(self, load: Load, report: ReadEnded) -> str | None:
         if report.slot is None:
@@ -321,19 +341,7 @@ class Consumer:
 
     def _fence(self, handle: int) -> None:
         given_up = self._given_up.pop(handle)
-        self._manager.release(_owner(handle))
-        self._journal.emit(
-            Fenced(
-                request_id=given_up.request_id,
-                at_ns=self._journal.now_ns,
-                handle=handle,
-                blocks=given_up.blocks,
-            )
-        )
+        self._quarantine.leave(given_up.request_id, _owner(handle), handle, given_up.blocks)
 
     def _post(self, load: Load) -> None:
         self._reads.append(PostRead(load.handle, load.source, load.remote.copy(), load.local.copy()))
-
-    def _new_handle(self) -> int:
-        handle, self._next_handle = self._next_handle, self._next_handle + 1
-        return handle

@@ -60,11 +60,33 @@ class RemoteSource(msgspec.Struct, frozen=True, kw_only=True):
 class Awaited(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt's KV that ``peer`` is to compute, or has computed, under ``transfer_id`` (push mode).
 
-    The router draws the id, unguessable and new for each attempt, and gives it to both sides.
+    The router draws the id, unguessable and new for each attempt, and gives it to both sides. ``write``: ``peer`` is
+    to WRITE it here when it has been computed, instead of announcing it to be read.
     """
 
     peer: Peer
     transfer_id: str
+    write: bool = False
+
+
+class WriteGrant(msgspec.Struct, frozen=True, kw_only=True):
+    """A consumer's memory, granted to a producer for one WRITE of one prompt's KV (design 3.2).
+
+    ``nonce`` (the consumer's, of this start) and ``grant_id``, which never recurs, stand in the consumer's slot
+    ``slot`` for as long as the producer may write. ``block_ids`` are the consumer's, group by group in prompt order
+    (``group_blocks`` as in `Grant`): the table entries that a peer supplies to go on behind ``num_tokens`` tokens, of
+    which the first ``first_token`` are there already. ``prompt_digest`` (`transfer.proof.digest_tokens`) is that of
+    the ``num_tokens`` tokens: the producer refuses what it did not compute.
+    """
+
+    nonce: int
+    grant_id: int
+    slot: int
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    first_token: int
+    prompt_digest: bytes
+    group_blocks: tuple[int, ...] = ()
 
 
 # ---------------------------------------------------------------------------------------------------- the messages
@@ -90,6 +112,27 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
     producer: str
 
 
+class RegisterWrite(msgspec.Struct, frozen=True, tag="register_write", kw_only=True):
+    """``consumer`` waits for what ``producer`` computes under this id, to be written under ``grant`` (WRITE push).
+
+    Repeated until it is answered for good (`Written`, `NotWritten`). Without a grant it waits in its queue, and wants
+    the KV to be kept until it has memory to grant.
+    """
+
+    transfer_id: str
+    producer: str
+    consumer: Peer
+    grant: WriteGrant | None = None
+
+
+class CancelGrant(msgspec.Struct, frozen=True, tag="cancel_grant"):
+    """Nothing may be written under this grant any more. Repeated until the producer has said that nothing will be."""
+
+    transfer_id: str
+    nonce: int
+    grant_id: int
+
+
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
     """A consumer no longer waits for this id. A hint: unknown ids are ignored."""
 
@@ -111,5 +154,37 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     reason: str
 
 
-ToProducer = Heartbeat | Done | Register | Withdraw
-ToConsumer = Announce | Gone
+class Noted(msgspec.Struct, frozen=True, tag="noted"):
+    """The registration of this grant is known; ``writing``: its prefill has finished, and the WRITE is under way."""
+
+    nonce: int
+    grant_id: int
+    writing: bool
+
+
+class Written(msgspec.Struct, frozen=True, tag="written"):
+    """All KV that the grant asks for is in the consumer's memory, and nothing of the WRITE is under way any more."""
+
+    nonce: int
+    grant_id: int
+    moved_bytes: int
+
+
+class NotWritten(msgspec.Struct, frozen=True, tag="not_written"):
+    """Nothing (more) will be written under this grant, and nothing is under way."""
+
+    nonce: int
+    grant_id: int
+    reason: str
+
+
+class Fenced(msgspec.Struct, frozen=True, tag="fenced"):
+    """The answer to `CancelGrant`: nothing is under way, nor will be, under this grant. Also of unknown ones."""
+
+    nonce: int
+    grant_id: int
+
+
+OfGrant = Noted | Written | NotWritten | Fenced
+ToProducer = Heartbeat | Done | Register | RegisterWrite | CancelGrant | Withdraw
+ToConsumer = Announce | Gone | OfGrant

@@ -6,37 +6,18 @@ prefill. The latter stand for a fixed time, and give way to whoever needs memory
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
 from pdkv.core.events import LeaseGranted, LeaseReleased, LeaseRenewed
 from pdkv.core.journal import Journal
 from pdkv.core.ledger import Account
+from pdkv.core.ports import WriteEnded
 from pdkv.core.scheduler.request import Request
-from pdkv.core.transfer.lease import LeaseSlots
-from pdkv.core.transfer.messages import Done, Grant, Heartbeat, Withdraw
+from pdkv.core.transfer.lease import Lease, LeaseSlots
+from pdkv.core.transfer.messages import CancelGrant, Done, Grant, Heartbeat, RegisterWrite, Withdraw
+from pdkv.core.transfer.proof import digest_tokens
 from pdkv.core.transfer.rendezvous import Announcements
-
-
-@dataclass(slots=True)
-class Lease:
-    """One grant: whose KV, which slot, until when."""
-
-    request_id: str
-    transfer_id: str | None
-    answer_id: str | None
-    lease_id: int
-    slot: int
-    token: bytes
-    blocks: int
-    deadline_ns: int
-    next_turn: bool = False
-
-    @property
-    def key(self) -> str:
-        """Owner of the blocks in the manager."""
-        return f"lease:{self.lease_id}"
+from pdkv.core.transfer.writes import Writes
 
 
 class Producer:
@@ -48,6 +29,7 @@ class Producer:
         manager: KVCacheManager,
         slots: LeaseSlots,
         announcements: Announcements,
+        writes: Writes,
         journal: Journal,
     ) -> None:
         self._config = config
@@ -58,6 +40,7 @@ class Producer:
         self._turns: dict[bytes, Lease] = {}  # kept for next turns, by token; the oldest ends first
         self._turn_blocks = 0  # of these; those that several hold are counted by each
         self.announcements = announcements
+        self.writes = writes
 
     def may_prefill(self, request: Request, in_flight: int, in_flight_blocks: int) -> bool:
         """Whether one more prompt may be computed for a peer without pinning more than the allowed share.
@@ -79,7 +62,9 @@ class Producer:
     def grant(self, request: Request) -> Grant:
         """Keep the prompt's blocks for a consumer; the request's other blocks go back. Needs a free slot."""
         grant = self._lease(request, self._config.lease_ns, next_turn=False)
-        self.announcements.granted(request, grant)
+        waiting = self.announcements.granted(request, grant)
+        if waiting is not None:
+            self.writes.start(self._by_token[grant.token], waiting.message, waiting.origin)
         return grant
 
     def keep_turn(self, request: Request) -> Grant | None:
@@ -102,7 +87,8 @@ class Producer:
         mark_tokens = 0
         if next_turn:  # of windows and states all of it is used or nothing: one mark tells
             mark_tokens = computed if self._manager.leaves_last_token else self._config.block_size
-        grant = self._slots.grant(blocks, request.tokens[:computed], request.cached_tokens, mark_tokens=mark_tokens)
+        tokens = request.tokens[:computed]
+        grant = self._slots.grant(blocks, tokens, request.cached_tokens, mark_tokens=mark_tokens)
         deadline_ns = self._journal.now_ns + lasts_ns
         lease = Lease(
             request_id=request.request_id,
@@ -112,6 +98,8 @@ class Producer:
             slot=grant.slot,
             token=grant.token,
             blocks=len(grant.block_ids),
+            num_tokens=computed,
+            prompt_digest=digest_tokens(tokens) if request.new.transfer_id is not None else b"",
             deadline_ns=deadline_ns,
             next_turn=next_turn,
         )
@@ -168,19 +156,65 @@ class Producer:
         """Move deadlines to max(old, arrival + lease * 2 // 3); unknown tokens are ignored."""
         for token in message.tokens:
             lease = self._by_token.get(token)
-            deadline_ns = received_ns + self._config.lease_extension_ns
-            if lease is None or deadline_ns <= lease.deadline_ns:
-                continue
-            lease.deadline_ns = deadline_ns
-            self._manager.set_deadline(lease.key, deadline_ns)
-            self._journal.emit(
-                LeaseRenewed(
-                    request_id=lease.request_id,
-                    at_ns=self._journal.now_ns,
-                    lease_id=lease.lease_id,
-                    deadline_ns=deadline_ns,
-                )
+            if lease is not None:
+                self._renew(lease, received_ns)
+
+    def _renew(self, lease: Lease, received_ns: int) -> None:
+        deadline_ns = received_ns + self._config.lease_extension_ns
+        if deadline_ns <= lease.deadline_ns:
+            return
+        lease.deadline_ns = deadline_ns
+        self._manager.set_deadline(lease.key, deadline_ns)
+        self._journal.emit(
+            LeaseRenewed(
+                request_id=lease.request_id,
+                at_ns=self._journal.now_ns,
+                lease_id=lease.lease_id,
+                deadline_ns=deadline_ns,
             )
+        )
+
+    # ------------------------------------------------------------------------------------------------- WRITE push
+
+    def on_register_write(self, message: RegisterWrite, origin: bytes, received_ns: int) -> None:
+        """A consumer waits for this KV to be written: that renews its lease, and begins the WRITE if it is there."""
+        known = self.writes.known(message.grant, origin) if message.grant is not None else False
+        if isinstance(known, Lease):
+            if known.token in self._by_token:
+                self._renew(known, received_ns)
+            return
+        if known:
+            return
+        kept = self.announcements.on_register(message, origin)
+        if kept is None:
+            return
+        lease = self._by_token[kept.grant.token]
+        self._renew(lease, received_ns)
+        if message.grant is not None:
+            self.writes.start(lease, message, origin)
+
+    def on_cancel(self, message: CancelGrant, origin: bytes) -> None:
+        """A consumer takes a grant back."""
+        self.announcements.on_cancel(message.transfer_id, message.nonce, message.grant_id)
+        self.writes.on_cancel(message, origin)
+
+    def on_write_ended(self, report: WriteEnded) -> None:
+        """What was written, or will not be, need not be kept any more."""
+        lease = self.writes.on_ended(report)
+        if lease is not None:
+            self._let_go(lease)
+
+    def on_mover_restarted(self, handles: tuple[int, ...]) -> None:
+        """WRITEs among ``handles`` are over or posted again."""
+        for lease in self.writes.on_mover_restarted(handles):
+            self._let_go(lease)
+
+    def _let_go(self, lease: Lease) -> None:
+        """One of its WRITEs is over."""
+        if lease.token in self._by_token:
+            self._release(lease, expired=False)
+        elif not self.writes.uses(lease):
+            self._manager.release(lease.key)
 
     def on_done(self, message: Done) -> None:
         """The consumer has read, or never will; a doubled or unknown message is ignored."""
@@ -194,13 +228,14 @@ class Producer:
             self._release(lease, expired=True)
         while (oldest := self._oldest_turn()) is not None and oldest.deadline_ns <= self._journal.now_ns:
             self._release(oldest, expired=True)
+        self.writes.sweep()
 
     def next_deadline_ns(self) -> int | None:
-        """When the next lease runs out."""
-        oldest = self._oldest_turn()
-        return min(
-            (lease.deadline_ns for lease in (*self._by_token.values(), *((oldest,) if oldest else ()))), default=None
-        )
+        """When the next lease or WRITE runs out."""
+        oldest, write = self._oldest_turn(), self.writes.next_deadline_ns()
+        times = [lease.deadline_ns for lease in self._by_token.values()]
+        times += [] if oldest is None else [oldest.deadline_ns]
+        return min(times if write is None else [*times, write], default=None)
 
     def _oldest_turn(self) -> Lease | None:
         """All turns are kept equally long, so it is the one that ends first."""
@@ -214,7 +249,11 @@ class Producer:
         else:
             del self._by_token[lease.token]
         self.announcements.ended(lease.transfer_id, "its lease has expired" if expired else "its lease has ended")
-        blocks = self._manager.release(lease.key)
+        if self.writes.uses(lease):
+            blocks = self._manager.num_blocks_of(lease.key)
+            self._manager.move(lease.key, Account.DEFERRED, "its lease is over, its WRITE is still under way")
+        else:
+            blocks = self._manager.release(lease.key)
         self._journal.emit(
             LeaseReleased(
                 request_id=lease.request_id,

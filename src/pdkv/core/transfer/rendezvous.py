@@ -1,9 +1,12 @@
-"""Push mode, late: P announces that a prefill has finished, and only then does D allocate and read (design 3).
+"""Push mode: P announces that a prefill has finished, and only then does D allocate and read (late push, design 3).
 
 Both legs of a request begin at once. D registers the request's ``transfer_id`` with P and holds no memory while it
 waits; P answers with the grant as soon as there is one, whichever of the two came first. What the reference leaves
 hanging (spec pd-transfer 9) has a way out here: registrations are repeated until they are answered, so a lost message
 costs one repetition; an id that is over is answered `Gone`, never parked; and D's wait has a deadline.
+
+Where P is to WRITE, D's registration carries a grant of its memory once it has some (`transfer.grants`), and what P has
+is written instead of announced (`transfer.writes`). Who waits in D's queue registers without one, so that it is kept.
 """
 
 from __future__ import annotations
@@ -11,12 +14,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import msgspec
+
 from pdkv.core.config import EngineConfig
 from pdkv.core.events import Announced, Registered
 from pdkv.core.journal import Journal
 from pdkv.core.ports import AwaitingView, Reply, SendMessage
 from pdkv.core.scheduler.request import Request
-from pdkv.core.transfer.messages import Announce, Awaited, Gone, Grant, Peer, Register, Withdraw
+from pdkv.core.transfer.grants import WriteGrants
+from pdkv.core.transfer.messages import Announce, Awaited, Gone, Grant, Peer, Register, RegisterWrite, Withdraw
+from pdkv.core.transfer.writes import Writes
 
 _MOST_PARKED = 4096  # registrations of ids not heard of yet: their requests may come a moment later
 _MOST_OVER = 16384  # ids remembered as over
@@ -24,25 +31,27 @@ _MOST_OVER = 16384  # ids remembered as over
 
 @dataclass(slots=True)
 class Registration:
-    """A consumer that waits: where to answer, and until when it counts unless it registers again."""
+    """A consumer that waits: where to answer, and until when it counts unless it registers again (`None`: for good)."""
 
+    message: Register | RegisterWrite
     origin: bytes
-    deadline_ns: int
+    deadline_ns: int | None
 
 
 class Announcements:
     """P's side: which ids are being computed, kept or over, and who has registered for them."""
 
-    def __init__(self, config: EngineConfig, engine_id: str, journal: Journal) -> None:
+    def __init__(self, config: EngineConfig, engine_id: str, writes: Writes, journal: Journal) -> None:
         self._journal = journal
         self._engine_id = engine_id
+        self._writes = writes
+        self._answers = config.transfer.push_answers
         # A consumer repeats itself every sixth of a lease; one that has been silent for a whole one is gone.
         self._patience_ns = config.lease_ns
         self._expected: set[str] = set()
         self._kept: dict[str, Announce] = {}
         self._over: OrderedDict[str, str] = OrderedDict()
         self._registered: OrderedDict[str, Registration] = OrderedDict()
-        self._replies: list[Reply] = []
 
     def expect(self, request: Request) -> None:
         """A prefill has arrived."""
@@ -54,14 +63,22 @@ class Announcements:
         """False when the consumer has withdrawn: then its KV need not be kept."""
         return request.new.transfer_id not in self._over
 
-    def granted(self, request: Request, grant: Grant) -> None:
-        """A prefill has finished and is kept: tell whoever waits."""
+    def granted(self, request: Request, grant: Grant) -> Registration | None:
+        """A prefill has finished and is kept: tell whoever waits, or return who has granted memory to write it to."""
         transfer_id = request.new.transfer_id
         if transfer_id is None:
-            return
+            return None
         self._expected.discard(transfer_id)
-        self._kept[transfer_id] = Announce(transfer_id, request.request_id, grant)
-        self._tell(transfer_id, self._kept[transfer_id])
+        self._kept[transfer_id] = announce = Announce(transfer_id, request.request_id, grant)
+        waiting = self._registered.get(transfer_id)
+        if waiting is None or (waiting.deadline_ns is not None and waiting.deadline_ns <= self._journal.now_ns):
+            return None
+        if isinstance(waiting.message, RegisterWrite):
+            if waiting.message.grant is None:
+                return None
+            return self._registered.pop(transfer_id)  # `Writes` answers from now on
+        self._reply(waiting.origin, announce)
+        return None
 
     def ended(self, transfer_id: str | None, reason: str) -> None:
         """Nothing stands under this id any more, however it came."""
@@ -72,22 +89,49 @@ class Announcements:
         self._over[transfer_id] = reason
         while len(self._over) > _MOST_OVER:
             self._over.popitem(last=False)
-        self._tell(transfer_id, Gone(transfer_id, reason))
-        self._registered.pop(transfer_id, None)
+        waiting = self._registered.get(transfer_id)
+        if waiting is not None and self._is_answered(waiting.message):
+            del self._registered[transfer_id]
+            if waiting.deadline_ns is None or waiting.deadline_ns > self._journal.now_ns:
+                self._refuse(waiting.message, waiting.origin, reason)
 
-    def on_register(self, message: Register, origin: bytes) -> None:
-        """Somebody waits: answered at once when there is an answer, else as soon as there is one."""
+    def on_register(self, message: Register | RegisterWrite, origin: bytes) -> Announce | None:
+        """Somebody waits: told at once that nothing will come, else kept in mind; returns what is there already."""
         transfer_id = message.transfer_id
+        over = self._over.get(transfer_id)
         if message.producer != self._engine_id:
-            self._replies.append(Reply(origin, Gone(transfer_id, f"engine {message.producer[:80]!r} is not here")))
-        elif transfer_id in self._over:
-            self._replies.append(Reply(origin, Gone(transfer_id, self._over[transfer_id])))
-        elif transfer_id in self._kept:
-            self._replies.append(Reply(origin, self._kept[transfer_id]))
+            over = f"engine {message.producer[:80]!r} is not here"
+        if over is not None and self._is_answered(message):
+            self._refuse(message, origin, over)
+            return None
+        if over is None and transfer_id in self._kept:
+            if isinstance(message, Register):
+                self._reply(origin, self._kept[transfer_id])
+            return self._kept[transfer_id]
+        deadline_ns = self._journal.now_ns + self._patience_ns if self._is_answered(message) else None
+        self._registered[transfer_id] = Registration(message, origin, deadline_ns)
+        self._registered.move_to_end(transfer_id)
+        self._drop_stale()
+        if isinstance(message, RegisterWrite) and message.grant is not None:
+            self._writes.note(message.grant, origin, writing=False)
+        return None
+
+    def on_cancel(self, transfer_id: str, nonce: int, grant_id: int) -> None:
+        """This grant is not waited for any more; another one under the same id may be."""
+        waiting = self._registered.get(transfer_id)
+        grant = waiting.message.grant if waiting and isinstance(waiting.message, RegisterWrite) else None
+        if grant is not None and (grant.nonce, grant.grant_id) == (nonce, grant_id):
+            del self._registered[transfer_id]
+
+    def _is_answered(self, message: Register | RegisterWrite) -> bool:
+        """The reference has no word for a WRITE that will not come (spec pd-transfer 9): it parks its registration."""
+        return self._answers or isinstance(message, Register)
+
+    def _refuse(self, message: Register | RegisterWrite, origin: bytes, reason: str) -> None:
+        if isinstance(message, RegisterWrite) and message.grant is not None:
+            self._writes.refuse(message.grant, origin, reason)
         else:
-            self._registered[transfer_id] = Registration(origin, self._journal.now_ns + self._patience_ns)
-            self._registered.move_to_end(transfer_id)
-            self._drop_stale()
+            self._reply(origin, Gone(message.transfer_id, reason))
 
     def on_withdraw(self, message: Withdraw) -> Announce | None:
         """Nobody waits any more; what was kept for it, if it was (the caller ends that lease).
@@ -103,19 +147,19 @@ class Announcements:
 
     def take_replies(self) -> tuple[Reply, ...]:
         """Answers to send, once."""
-        replies, self._replies = tuple(self._replies), []
+        replies = tuple(self._writes.replies)
+        self._writes.replies.clear()
         return replies
 
-    def _tell(self, transfer_id: str, message: Announce | Gone) -> None:
-        registration = self._registered.get(transfer_id)
-        if registration is not None and registration.deadline_ns > self._journal.now_ns:
-            self._replies.append(Reply(registration.origin, message))
+    def _reply(self, origin: bytes, message: Announce | Gone) -> None:
+        self._writes.replies.append(Reply(origin, message))
 
     def _drop_stale(self) -> None:
         """The oldest registration is the first of the list; the silent ones, and those beyond the bound, go."""
         while self._registered:
             transfer_id, oldest = next(iter(self._registered.items()))
-            if oldest.deadline_ns > self._journal.now_ns and len(self._registered) <= _MOST_PARKED:
+            counts = oldest.deadline_ns is None or oldest.deadline_ns > self._journal.now_ns
+            if counts and len(self._registered) <= _MOST_PARKED:
                 return
             del self._registered[transfer_id]
 
@@ -128,23 +172,28 @@ class Wait:
     awaited: Awaited
     since_ns: int
     deadline_ns: int
-    next_register_ns: int
+    next_register_ns: int | None
 
 
 class Waits:
     """D's side: requests that wait for an announcement, without memory."""
 
-    def __init__(self, config: EngineConfig, journal: Journal, outbox: list[SendMessage]) -> None:
-        self._config, self._journal, self._outbox = config, journal, outbox
+    def __init__(self, config: EngineConfig, journal: Journal, outbox: list[SendMessage], grants: WriteGrants) -> None:
+        self._config, self._journal, self._outbox, self._grants = config, journal, outbox, grants
         self._waits: dict[str, Wait] = {}  # by transfer id
 
     def arrive(self, request: Request) -> None:
-        """Register from now on. One announcement serves one request: the id's second is computed here instead."""
+        """Register from now on. One announcement serves one request: the id's second is computed here instead.
+
+        Where no memory can be granted to be written to, it is announced and read.
+        """
         awaited = request.awaited
         assert awaited is not None
-        if awaited.transfer_id in self._waits:
+        if awaited.transfer_id in self._waits or self._grants.names(awaited.transfer_id):
             request.awaited = None
             return
+        if awaited.write and self._grants.here is None:
+            request.awaited = awaited = msgspec.structs.replace(awaited, write=False)
         now_ns = self._journal.now_ns
         wait = Wait(request, awaited, now_ns, now_ns + self._config.push_registration_timeout_ns, now_ns)
         self._waits[awaited.transfer_id] = wait
@@ -158,9 +207,15 @@ class Waits:
         self.drop(request, tell=False)
         self._journal.emit(Announced(request_id=request.request_id, at_ns=self._journal.now_ns, waited_ns=waited_ns))
 
+    def admitted(self, request: Request) -> None:
+        """It has memory now, which its producer is to write to: `WriteGrants` goes on."""
+        assert request.awaited is not None
+        del self._waits[request.awaited.transfer_id]
+
     def decline(self, awaited: Awaited) -> None:
         """Tell the producer that nobody waits: the request was refused before it became one."""
-        self._outbox.append(SendMessage(awaited.peer, Withdraw(awaited.transfer_id)))
+        if self._config.transfer.push_answers or not awaited.write:
+            self._outbox.append(SendMessage(awaited.peer, Withdraw(awaited.transfer_id)))
 
     def drop(self, request: Request, *, tell: bool) -> None:
         """It no longer waits; ``tell`` its producer, unless that is where the news came from."""
@@ -207,12 +262,12 @@ class Waits:
     def sweep(self) -> None:
         """Register again where no answer has come for a sixth of a lease."""
         for wait in self._waits.values():
-            if wait.next_register_ns <= self._journal.now_ns:
+            if wait.next_register_ns is not None and wait.next_register_ns <= self._journal.now_ns:
                 self._register(wait)
 
     def next_deadline_ns(self) -> int | None:
         """When somebody is to be registered again, or has waited long enough."""
-        times = [wait.next_register_ns for wait in self._waits.values()]
+        times = [wait.next_register_ns for wait in self._waits.values() if wait.next_register_ns is not None]
         if self._config.transfer.bounded_waits:
             times += [wait.deadline_ns for wait in self._waits.values()]
         return min(times, default=None)
@@ -220,6 +275,12 @@ class Waits:
     def _register(self, wait: Wait) -> None:
         """Tell the producer. As often, and not in every step, it is seen whether the KV is here by now."""
         wait.request.look_for_hits = True
+        awaited = wait.awaited
+        if awaited.write and not self._config.transfer.push_answers:  # the reference registers with its memory only
+            wait.next_register_ns = None
+            return
         wait.next_register_ns = self._journal.now_ns + self._config.lease_ns // 6
-        peer = wait.awaited.peer
-        self._outbox.append(SendMessage(peer, Register(wait.awaited.transfer_id, peer.engine_id)))
+        message: Register | RegisterWrite = Register(awaited.transfer_id, awaited.peer.engine_id)
+        if awaited.write:
+            message = self._grants.registration(awaited, None)
+        self._outbox.append(SendMessage(awaited.peer, message))

@@ -1,0 +1,335 @@
+"""D's side of WRITE push: memory granted to a producer before the KV exists, and taken back for certain (design 3.2).
+
+A request is admitted, its blocks are allocated, and a registration that grants them goes to the producer, which writes
+when its prefill has finished. D believes the end of it only from the producer asked, under the grant's own numbers.
+Policy ``vllm`` reproduces the reference (spec pd-transfer 6, 9): one registration, no deadline, no way to take a grant
+back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdkv.core.blocks.manager import KVCacheManager
+from pdkv.core.config import EngineConfig
+from pdkv.core.events import LoadFailed, LoadFinished, LoadOverdue, LoadStarted
+from pdkv.core.journal import Journal
+from pdkv.core.ledger import Account
+from pdkv.core.ports import Revoked, SendMessage
+from pdkv.core.scheduler.request import Request
+from pdkv.core.transfer.lease import LeaseSlots
+from pdkv.core.transfer.messages import (
+    Awaited,
+    CancelGrant,
+    Fenced,
+    Noted,
+    NotWritten,
+    OfGrant,
+    Peer,
+    RegisterWrite,
+    WriteGrant,
+)
+from pdkv.core.transfer.proof import digest_tokens
+from pdkv.core.transfer.quarantine import Quarantine
+
+_CANCELS_PER_FENCE = 4  # CANCEL is repeated so often within the fence time
+_REGISTRATIONS_PER_LEASE = 6
+
+
+@dataclass(slots=True)
+class Promise:
+    """A request whose blocks a producer may write to."""
+
+    request: Request
+    awaited: Awaited
+    grant: WriteGrant
+    since_ns: int
+    deadline_ns: int
+    next_register_ns: int
+    noted: bool = False  # the producer knows of it
+    writing: bool = False
+    overdue: bool = False  # told so (policy vllm)
+
+    @property
+    def first(self) -> int:
+        """Tokens the request had already: the prefix hit."""
+        return self.grant.first_token
+
+    @property
+    def num_tokens(self) -> int:
+        """With how many tokens the request goes on."""
+        return self.grant.num_tokens
+
+
+@dataclass(slots=True)
+class Withdrawn:
+    """A grant that nobody waits for any more, and its producer may still write under: its blocks are in quarantine."""
+
+    request_id: str
+    awaited: Awaited
+    grant: WriteGrant
+    deadline_ns: int
+    next_cancel_ns: int
+
+
+def _owner(grant_id: int) -> str:
+    return f"grant:{grant_id}"
+
+
+class WriteGrants:
+    """Every grant of this instance's memory, until its last possible write is over."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        manager: KVCacheManager,
+        slots: LeaseSlots,
+        quarantine: Quarantine,
+        journal: Journal,
+        outbox: list[SendMessage],
+    ) -> None:
+        self._config, self._manager, self._slots = config, manager, slots
+        self._quarantine, self._journal, self._outbox = quarantine, journal, outbox
+        self._promises: dict[int, Promise] = {}  # by grant id
+        self._withdrawn: dict[int, Withdrawn] = {}
+        self._evict: list[int] = []
+        self.here: Peer | None = None  # where a producer finds this instance; without it nothing can be granted
+
+    # ----------------------------------------------------------------------------------------------------- opening
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more grant can be made."""
+        return self._slots.num_free > 0
+
+    def names(self, transfer_id: str) -> bool:
+        """Whether a request of that id waits for a WRITE."""
+        return any(promise.awaited.transfer_id == transfer_id for promise in self._promises.values())
+
+    def expected_tokens(self, request: Request) -> int:
+        """Tokens of the prompt that its producer computes."""
+        return request.num_prompt - self._manager.leaves_last_token
+
+    def open(self, request: Request, local_tokens: int, tokens: int) -> None:
+        """Grant the request's blocks behind its first ``local_tokens`` tokens to the producer it waits for."""
+        awaited = request.awaited
+        assert awaited is not None
+        num_tokens, now_ns = self.expected_tokens(request), self._journal.now_ns
+        spans = self._manager.peer_spans(num_tokens, local_tokens)
+        blocks = [
+            self._manager.blocks_of(request.request_id, group)[first:stop].tolist()
+            for group, (first, stop) in enumerate(spans)
+        ]
+        slot, grant_id = self._slots.arm()
+        grant = WriteGrant(
+            nonce=self._slots.nonce,
+            grant_id=grant_id,
+            slot=slot,
+            block_ids=tuple(block for group in blocks for block in group),
+            group_blocks=tuple(map(len, blocks)) if len(blocks) > 1 else (),
+            num_tokens=num_tokens,
+            first_token=local_tokens,
+            prompt_digest=digest_tokens(request.tokens[:num_tokens]),
+        )
+        deadline_ns = now_ns + self._config.push_registration_timeout_ns
+        promise = Promise(request, awaited, grant, now_ns, deadline_ns, now_ns)
+        self._promises[grant_id] = promise
+        self._show(promise, f"granted to {awaited.peer.engine_id[:80]}, which is to write it when it has prefilled")
+        self._register(promise)
+        self._journal.emit(
+            LoadStarted(
+                request_id=request.request_id,
+                at_ns=now_ns,
+                handle=grant_id,
+                blocks=len(grant.block_ids),
+                tokens=tokens,
+            )
+        )
+
+    def _show(self, promise: Promise, cause: str) -> None:
+        shown = promise.deadline_ns if self._config.transfer.bounded_waits else None
+        self._manager.move(promise.request.request_id, Account.LOADING, cause, shown)
+
+    def _register(self, promise: Promise) -> None:
+        assert self.here is not None
+        promise.next_register_ns = self._journal.now_ns + self._config.lease_ns // _REGISTRATIONS_PER_LEASE
+        self._outbox.append(SendMessage(promise.awaited.peer, self.registration(promise.awaited, promise.grant)))
+
+    def registration(self, awaited: Awaited, grant: WriteGrant | None) -> RegisterWrite:
+        """What tells the producer that somebody waits; without ``grant``: still in the queue here."""
+        assert self.here is not None
+        return RegisterWrite(
+            transfer_id=awaited.transfer_id, producer=awaited.peer.engine_id, consumer=self.here, grant=grant
+        )
+
+    # ------------------------------------------------------------------------------------------- what producers say
+
+    def on_message(self, message: OfGrant, peer: Peer) -> tuple[Request, str | None] | None:
+        """(request, None): its KV is here; (request, cause): it will not come; ``None``: nothing for the scheduler."""
+        if message.nonce != self._slots.nonce:
+            return None
+        withdrawn = self._withdrawn.get(message.grant_id)
+        if withdrawn is not None:
+            if withdrawn.awaited.peer == peer and not isinstance(message, Noted):
+                self._fence(message.grant_id)
+            return None
+        promise = self._promises.get(message.grant_id)
+        if promise is None or promise.awaited.peer != peer:
+            return None
+        if isinstance(message, Noted):
+            self._on_noted(promise, writing=message.writing)
+            return None
+        self._close(promise)
+        if isinstance(message, NotWritten | Fenced):
+            cause = message.reason if isinstance(message, NotWritten) else "the producer has fenced the grant off"
+            self._fail(promise, cause)
+            return promise.request, cause
+        now_ns = self._journal.now_ns
+        self._journal.emit(
+            LoadFinished(
+                request_id=promise.request.request_id,
+                at_ns=now_ns,
+                handle=message.grant_id,
+                blocks=len(promise.grant.block_ids),
+                moved_bytes=message.moved_bytes,
+                seconds=(now_ns - promise.since_ns) / 1e9,
+            )
+        )
+        return promise.request, None
+
+    def _on_noted(self, promise: Promise, *, writing: bool) -> None:
+        promise.noted = True
+        if not writing or promise.writing:
+            return
+        promise.writing, promise.since_ns = True, self._journal.now_ns
+        promise.deadline_ns = self._journal.now_ns + self._config.kv_load_timeout_ns
+        self._show(promise, f"being written by {promise.awaited.peer.engine_id[:80]}")
+
+    def _close(self, promise: Promise) -> None:
+        """Its producer is done with it."""
+        self._slots.clear(promise.grant.slot)
+        del self._promises[promise.grant.grant_id]
+
+    # -------------------------------------------------------------------------------------------------- taking back
+
+    def find(self, request: Request) -> Promise | None:
+        """The grant that this request waits for."""
+        return next((promise for promise in self._promises.values() if promise.request is request), None)
+
+    def take_back(self, promise: Promise, cause: str) -> None:
+        """Nobody waits for it any more: its blocks stay in quarantine until nothing can be written any more."""
+        grant, request = promise.grant, promise.request
+        del self._promises[grant.grant_id]
+        self._slots.disarm(grant.slot)
+        self._fail(promise, cause)
+        deadline_ns = self._quarantine.enter(
+            request,
+            _owner(grant.grant_id),
+            grant.grant_id,
+            grant.first_token,
+            len(grant.block_ids),
+            cause,
+            "its producer may still write",
+        )
+        withdrawn = Withdrawn(request.request_id, promise.awaited, grant, deadline_ns, self._journal.now_ns)
+        self._withdrawn[grant.grant_id] = withdrawn
+        if self._config.transfer.push_answers:
+            self._cancel(withdrawn)
+
+    def _cancel(self, withdrawn: Withdrawn) -> None:
+        withdrawn.next_cancel_ns = self._journal.now_ns + self._config.fence_timeout_ns // _CANCELS_PER_FENCE
+        grant, awaited = withdrawn.grant, withdrawn.awaited
+        cancel = CancelGrant(awaited.transfer_id, grant.nonce, grant.grant_id)
+        self._outbox.append(SendMessage(awaited.peer, cancel))
+
+    def on_fenced(self, grant_ids: tuple[int, ...]) -> None:
+        """Seen to here: nothing can be written under these any more."""
+        for grant_id in grant_ids:
+            if grant_id in self._withdrawn:
+                self._fence(grant_id)
+
+    def _fence(self, grant_id: int) -> None:
+        withdrawn = self._withdrawn.pop(grant_id)
+        self._slots.clear(withdrawn.grant.slot)
+        blocks = len(withdrawn.grant.block_ids)
+        self._quarantine.leave(withdrawn.request_id, _owner(grant_id), grant_id, blocks)
+
+    def _fail(self, promise: Promise, cause: str) -> None:
+        failed = LoadFailed(
+            request_id=promise.request.request_id,
+            at_ns=self._journal.now_ns,
+            handle=promise.grant.grant_id,
+            cause=cause,
+        )
+        self._journal.emit(failed)
+
+    # ----------------------------------------------------------------------------------------------------- deadlines
+
+    def promises(self) -> tuple[Promise, ...]:
+        """What requests wait for."""
+        return tuple(self._promises.values())
+
+    def peers(self) -> tuple[Peer, ...]:
+        """Who may write, or still has to say that it has stopped."""
+        granted: tuple[Promise | Withdrawn, ...] = (*self._promises.values(), *self._withdrawn.values())
+        return tuple(one.awaited.peer for one in granted)
+
+    def lost(self, peer: Peer) -> list[Request]:
+        """Requests that wait in vain for ``peer``, which is gone; the reference sees it before it has registered."""
+        return [
+            promise.request
+            for promise in self._promises.values()
+            if promise.awaited.peer == peer and (self._config.transfer.push_answers or not promise.noted)
+        ]
+
+    def overdue(self) -> list[tuple[Request, str]]:
+        """Requests that have waited beyond their deadline, and what for; policy vllm only says so."""
+        late = [one for one in self._promises.values() if one.deadline_ns <= self._journal.now_ns and not one.overdue]
+        found = [(promise.request, self._lateness(promise)) for promise in late]
+        if self._config.transfer.bounded_waits:
+            return found
+        for promise, (request, cause) in zip(late, found, strict=True):
+            promise.overdue = True
+            self._journal.emit(LoadOverdue(request_id=request.request_id, at_ns=self._journal.now_ns, cause=cause))
+        return []
+
+    def _lateness(self, promise: Promise) -> str:
+        config = self._config
+        if promise.writing:
+            return f"not there {config.kv_load_timeout_ns // 10**9} s after its WRITE was begun (--kv-load-timeout)"
+        seconds = config.push_registration_timeout_ns // 10**9
+        return f"not written within {seconds} s of its registration (--push-registration-timeout)"
+
+    def sweep(self) -> None:
+        """Register and cancel again; have whoever may still write ended when a fence takes too long."""
+        if not self._config.transfer.push_answers:
+            return
+        now_ns = self._journal.now_ns
+        for promise in self._promises.values():
+            if promise.next_register_ns <= now_ns:
+                self._register(promise)
+        for grant_id, withdrawn in self._withdrawn.items():
+            if withdrawn.next_cancel_ns <= now_ns:
+                self._cancel(withdrawn)
+            if withdrawn.deadline_ns <= now_ns:
+                self._evict.append(grant_id)
+                withdrawn.deadline_ns = now_ns + self._config.fence_timeout_ns
+
+    def next_deadline_ns(self) -> int | None:
+        """When `overdue` or `sweep` is wanted next."""
+        times = [promise.deadline_ns for promise in self._promises.values() if not promise.overdue]
+        if self._config.transfer.push_answers:
+            times += [promise.next_register_ns for promise in self._promises.values()]
+            times += [min(one.next_cancel_ns, one.deadline_ns) for one in self._withdrawn.values()]
+        return min(times, default=None)
+
+    # ----------------------------------------------------------------------------------------------------- the outbox
+
+    def revoked(self) -> tuple[Revoked, ...]:
+        """Grants that were given up and are not fenced yet."""
+        return tuple(Revoked(grant_id, one.grant.slot) for grant_id, one in self._withdrawn.items())
+
+    def take_evicted(self) -> tuple[int, ...]:
+        """Grants whose producers must be ended as far as they may still write here, once."""
+        evicted, self._evict = tuple(self._evict), []
+        return evicted

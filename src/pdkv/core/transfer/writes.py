@@ -1,0 +1,272 @@
+"""P's side of WRITE push: KV that is kept under a lease, written into memory that a consumer has granted (design 3.2).
+
+A grant is served once. What became of it is remembered (a tombstone), so that a registration that comes twice, or after
+its cancellation, is answered and never served again. The sources stay where they are until the handle has ended,
+whatever becomes of their lease.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pdkv.core.blocks.manager import KVCacheManager
+from pdkv.core.config import EngineConfig
+from pdkv.core.events import WriteFailed, WriteFinished, WriteStarted
+from pdkv.core.journal import Journal
+from pdkv.core.ports import Int32Array, PostWrite, Reply, WriteEnded
+from pdkv.core.transfer.lease import Lease
+from pdkv.core.transfer.messages import (
+    CancelGrant,
+    Fenced,
+    Noted,
+    NotWritten,
+    Register,
+    RegisterWrite,
+    WriteGrant,
+    Written,
+)
+from pdkv.core.transfer.pairs import pair_blocks
+from pdkv.core.transfer.quarantine import LastFence
+
+_MOST_TOMBSTONES = 16384
+_CANCELLED = "cancelled by its consumer"
+
+#: The consumer's boot nonce, and the number of its grant.
+GrantKey = tuple[int, int]
+
+
+@dataclass(slots=True)
+class Write:
+    """One WRITE in flight: block i of ``local`` goes to block i of the consumer's ``remote``."""
+
+    handle: int
+    lease: Lease
+    message: RegisterWrite
+    grant: WriteGrant
+    origin: bytes
+    remote: Int32Array
+    local: Int32Array
+    deadline_ns: int
+    stopped: str | None = None  # why it is not wanted any more
+    cancelled: bool = False  # the consumer waits for `Fenced`
+
+
+def key_of(grant: WriteGrant | CancelGrant) -> GrantKey:
+    """What names a grant among those of all consumers."""
+    return grant.nonce, grant.grant_id
+
+
+class Writes:
+    """Every WRITE of this instance, and what became of those that are over."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        manager: KVCacheManager,
+        handles: Iterator[int],
+        last_fence: LastFence,
+        journal: Journal,
+    ) -> None:
+        self._config, self._manager, self._journal = config, manager, journal
+        self._handles, self._last_fence = handles, last_fence
+        self._active: dict[int, Write] = {}  # by handle
+        self._over: OrderedDict[GrantKey, Written | NotWritten | Fenced] = OrderedDict()
+        self._posts: list[PostWrite] = []
+        self._cancels: list[int] = []
+        self.replies: list[Reply] = []
+
+    # ---------------------------------------------------------------------------------------------- registrations
+
+    def known(self, grant: WriteGrant, origin: bytes) -> Lease | bool:
+        """Whether this grant has been met: answered again if so. The lease whose WRITE is under way, if one is."""
+        over = self._over.get(key_of(grant))
+        if over is not None:
+            self._reply(origin, over)
+            return True
+        write = self._find(key_of(grant))
+        if write is None:
+            return False
+        write.origin = origin
+        if not write.stopped:
+            self.note(grant, origin, writing=True)
+        return write.lease
+
+    def note(self, grant: WriteGrant, origin: bytes, *, writing: bool) -> None:
+        """Tell the consumer that its registration has arrived."""
+        self._reply(origin, Noted(grant.nonce, grant.grant_id, writing))
+
+    def refuse(self, grant: WriteGrant, origin: bytes, reason: str) -> None:
+        """Nothing will be written under this grant."""
+        self._settle(key_of(grant), origin, NotWritten(grant.nonce, grant.grant_id, reason))
+
+    def start(self, lease: Lease, message: Register | RegisterWrite, origin: bytes) -> None:
+        """Post the WRITE of what ``lease`` keeps, unless the grant is not one for that."""
+        assert isinstance(message, RegisterWrite)
+        grant = message.grant
+        assert grant is not None
+        problem = self._misfit(lease, grant)
+        if problem is not None:
+            if self._config.transfer.push_answers:
+                self.refuse(grant, origin, problem)
+            return
+        remote, local = pair_blocks(self._manager, lease.key, grant, grant.num_tokens, grant.first_token)
+        deadline_ns = self._journal.now_ns + self._config.kv_load_timeout_ns
+        write = Write(next(self._handles), lease, message, grant, origin, remote, local, deadline_ns)
+        self._post(write)
+        self.note(grant, origin, writing=True)
+        self._journal.emit(
+            WriteStarted(
+                request_id=lease.request_id, at_ns=self._journal.now_ns, handle=write.handle, blocks=len(local)
+            )
+        )
+
+    def _misfit(self, lease: Lease, grant: WriteGrant) -> str | None:
+        """Why ``grant`` has no place for what ``lease`` keeps: its numbers are a stranger's."""
+        if grant.num_tokens != lease.num_tokens or grant.prompt_digest != lease.prompt_digest:
+            return (
+                f"the prefill was of {lease.num_tokens} tokens, the grant is for {grant.num_tokens}, or for others: "
+                "both instances must turn the request into the same tokens (tokenizer, chat template)"
+            )
+        unit = self._config.sizes.scheduler_tokens
+        if not 0 <= grant.first_token < grant.num_tokens or grant.first_token % unit:
+            return f"the grant begins at token {grant.first_token} of {grant.num_tokens}; blocks hold {unit} tokens"
+        spans = self._manager.peer_spans(grant.num_tokens, grant.first_token)
+        expected = tuple(stop - first for first, stop in spans)
+        counts = grant.group_blocks or (len(grant.block_ids),)
+        if counts != expected or len(grant.block_ids) != sum(expected):
+            return f"the grant has {counts} blocks, {expected} are needed"
+        if not 0 < min(grant.block_ids, default=1) <= max(grant.block_ids, default=1) < 1 << 31:
+            return "the grant names blocks that no pool has"
+        return None
+
+    # -------------------------------------------------------------------------------------------------------- ends
+
+    def on_ended(self, report: WriteEnded) -> Lease | None:
+        """A handle is over; the lease that nobody needs any more, if it was one of this instance's."""
+        write = self._active.pop(report.handle, None)
+        if write is None:
+            return None
+        error = write.stopped or report.error if report.error is not None else None
+        grant, now_ns = write.grant, self._journal.now_ns
+        if error is None:
+            self._journal.emit(
+                WriteFinished(
+                    request_id=write.lease.request_id,
+                    at_ns=now_ns,
+                    handle=write.handle,
+                    blocks=len(write.local),
+                    moved_bytes=report.moved_bytes,
+                    seconds=report.seconds,
+                )
+            )
+            self._settle(key_of(grant), write.origin, Written(grant.nonce, grant.grant_id, report.moved_bytes))
+        else:
+            failed = WriteFailed(request_id=write.lease.request_id, at_ns=now_ns, handle=write.handle, cause=error)
+            self._journal.emit(failed)
+            self._end_in_vain(write, error)
+        # The reference keeps what it could not write until the lease ends.
+        return write.lease if error is None or self._config.transfer.push_answers else None
+
+    def _end_in_vain(self, write: Write, error: str) -> None:
+        grant = write.grant
+        if write.cancelled:
+            self._settle(key_of(grant), write.origin, Fenced(grant.nonce, grant.grant_id))
+        elif self._config.transfer.push_answers:
+            self.refuse(grant, write.origin, error)
+
+    def on_cancel(self, message: CancelGrant, origin: bytes) -> None:
+        """Post nothing more under this grant, and say so when nothing is under way any more."""
+        key = key_of(message)
+        write = self._find(key)
+        if write is None:
+            self._settle(key, origin, Fenced(*key))
+            return
+        write.origin, write.cancelled = origin, True
+        self._stop(write, _CANCELLED)
+
+    def _stop(self, write: Write, reason: str) -> None:
+        if write.stopped is None:
+            write.stopped = reason
+            write.deadline_ns = self._journal.now_ns + self._config.fence_timeout_ns
+            self._cancels.append(write.handle)
+
+    def on_mover_restarted(self, handles: tuple[int, ...]) -> list[Lease]:
+        """``handles`` are fenced: what is still wanted is posted again; leases of the rest, which are over."""
+        over: list[Lease] = []
+        for handle in handles:
+            write = self._active.pop(handle, None)
+            if write is None:
+                continue
+            if write.stopped is None:
+                write.handle = next(self._handles)
+                self._post(write)
+            else:
+                self._end_in_vain(write, write.stopped)
+                over.append(write.lease)
+        for write in self._active.values():
+            if write.stopped is not None:  # the new mover is to report it
+                write.deadline_ns = self._journal.now_ns + self._config.fence_timeout_ns
+        return over
+
+    def uses(self, lease: Lease) -> bool:
+        """Whether what ``lease`` keeps, or kept, is being written somewhere."""
+        return any(write.lease is lease for write in self._active.values())
+
+    # --------------------------------------------------------------------------------------------------- deadlines
+
+    def sweep(self) -> None:
+        """Stop what takes too long; order a new mover where that does not help."""
+        if not self._config.transfer.bounded_waits:
+            return
+        for write in self._active.values():
+            if write.deadline_ns > self._journal.now_ns:
+                continue
+            if write.stopped is None:
+                seconds = self._config.kv_load_timeout_ns // 10**9
+                self._stop(write, f"not written within {seconds} s (--kv-load-timeout)")
+            else:
+                self._last_fence.order()
+
+    def next_deadline_ns(self) -> int | None:
+        """When `sweep` is wanted next."""
+        if not self._config.transfer.bounded_waits:
+            return None
+        waits = (
+            write.deadline_ns
+            for write in self._active.values()
+            if write.stopped is None or not self._last_fence.pending
+        )
+        return min(waits, default=None)
+
+    # -------------------------------------------------------------------------------------------------- the outbox
+
+    def take_posts(self) -> tuple[PostWrite, ...]:
+        """WRITEs to post, once."""
+        posts, self._posts = tuple(self._posts), []
+        return posts
+
+    def take_cancels(self) -> tuple[int, ...]:
+        """Handles to post no further slice of, once."""
+        cancels, self._cancels = tuple(self._cancels), []
+        return cancels
+
+    def _post(self, write: Write) -> None:
+        self._active[write.handle] = write
+        remote, local = write.remote.copy(), write.local.copy()
+        self._posts.append(PostWrite(write.handle, write.message.consumer, write.grant, remote, local))
+
+    def _find(self, key: GrantKey) -> Write | None:
+        return next((write for write in self._active.values() if key_of(write.grant) == key), None)
+
+    def _settle(self, key: GrantKey, origin: bytes, answer: Written | NotWritten | Fenced) -> None:
+        """It is over for good: say so, and remember it for who asks again."""
+        self._over[key] = answer
+        self._over.move_to_end(key)
+        while len(self._over) > _MOST_TOMBSTONES:
+            self._over.popitem(last=False)
+        self._reply(origin, answer)
+
+    def _reply(self, origin: bytes, message: Noted | Written | NotWritten | Fenced) -> None:
+        self.replies.append(Reply(origin, message))
