@@ -103,6 +103,7 @@ class Engine:
         self.hash_function = hash_function
         self.requests: dict[str, Request] = {}
         self._outstanding: deque[tuple[int, PlanRows]] = deque()
+        self._no_batch = _no_batch(len(config.groups))
         self._next_step = 0
         self._sequence = 0
         self._last_arrival_ns = -1
@@ -240,12 +241,11 @@ class Engine:
         """
         self.manager.check(content=content)
         self.scheduler.running.check()
-        active = {request.request_id for request in self.scheduler.running}
-        active |= {request.request_id for request in self.scheduler.waiting}
-        active |= {request.request_id for request in self.scheduler.holding}
-        assert active == set(self.requests), "engine: queues and requests disagree"
-        for request in self.scheduler.waiting:
-            assert self.manager.num_blocks_of(request.request_id) == 0, f"{request.request_id} waits and holds blocks"
+        waiting = {request.request_id for request in self.scheduler.waiting}
+        others = {request.request_id for request in (*self.scheduler.running, *self.scheduler.holding)}
+        assert waiting | others == self.requests.keys(), "engine: queues and requests disagree"
+        for request_id in self.manager.owners_among(waiting):
+            assert self.manager.num_blocks_of(request_id) == 0, f"{request_id} waits and holds blocks"
 
     # ----------------------------------------------------------------------------------------------------- helpers
 
@@ -289,7 +289,9 @@ class Engine:
         return self._journal.take()
 
     def _batch(self, rows: PlanRows, copies: Int32Array) -> Batch:
-        """The batch's arrays, all its own."""
+        """The batch's arrays, all its own (those without entries are shared)."""
+        if not len(rows) and not len(copies):
+            return self._no_batch
         num_drafts = rows.num_drafts
         pending = rows.start + rows.tokens - num_drafts > rows.known
         tables = tuple(self.manager.growth.tables(rows.columns, group) for group in range(len(self.config.groups)))
@@ -305,6 +307,16 @@ class Engine:
             num_drafts=num_drafts,
             samples=rows.samples,
         )
+
+
+def _no_batch(num_groups: int) -> Batch:
+    """What a step computes in which nobody runs."""
+    numbers, flags = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_)
+    table = np.empty((0, 0), dtype=np.int32)
+    return Batch(
+        request_ids=(), num_scheduled=numbers, num_computed=numbers, tokens=numbers, pending=flags,
+        block_tables=table, group_tables=(table,) * num_groups, samples=flags,
+    )  # fmt: skip
 
 
 def _input_tokens(rows: PlanRows, num_drafts: Int32Array, pending: BoolArray) -> Int32Array:

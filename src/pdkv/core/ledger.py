@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import NamedTuple
 
@@ -47,21 +47,22 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockState:
-    """All there is to say about a block: owners by account (``holds[account]``), and whether its content can be hit."""
+    """All there is to say about a block: owners by account (``holds[account]``), and whether its content can be hit.
+
+    From these follow ``owners``, how many hold it over all accounts (nobody owns the null block), and ``account``: of
+    those it is held in the one of the highest precedence; if nobody holds it, what its content says.
+    """
 
     holds: tuple[int, ...]
     hashed: bool
+    owners: int = field(init=False, compare=False)
+    account: Account = field(init=False, compare=False)
 
-    @property
-    def owners(self) -> int:
-        """How many hold it, over all accounts; nobody owns the null block."""
-        return sum(self.holds[: Account.NULL])
-
-    @property
-    def account(self) -> Account:
-        """Of the accounts it is held in that of the highest precedence; if nobody holds it, what its content says."""
+    def __post_init__(self) -> None:
         held = [account for account in Account if self.holds[account]]
-        return max(held) if held else Account.CACHED if self.hashed else Account.FREE
+        account = max(held) if held else Account.CACHED if self.hashed else Account.FREE
+        object.__setattr__(self, "owners", sum(self.holds[: Account.NULL]))
+        object.__setattr__(self, "account", account)
 
     def after(self, change: Change) -> BlockState:
         """The state that ``change`` leads to; raises ``AssertionError`` when nobody is there to leave (our own bug)."""
@@ -221,7 +222,8 @@ class Ledger:
     def hashed(self, blocks: Int32Array) -> BoolArray:
         """bool[n]: which of ``blocks`` carry content that can be hit."""
         by_number: BoolArray = np.array([state.hashed for state in self._states])
-        return by_number[self._number[blocks]]
+        hashed: BoolArray = by_number.take(self._number.take(blocks))
+        return hashed
 
     @property
     def num_hashed(self) -> int:
@@ -230,8 +232,15 @@ class Ledger:
 
     def holders(self, blocks: Int32Array) -> npt.NDArray[np.int64]:
         """int64[n]: owners of each block over all accounts (its reference count)."""
-        by_number: npt.NDArray[np.int64] = np.array([state.owners for state in self._states])
-        return by_number[self._number[blocks]]
+        return self._owners_by_number().take(self._number.take(blocks))
+
+    def all_holders(self) -> npt.NDArray[np.int64]:
+        """int64[num_blocks]: `holders` of every block, 0 for the null block."""
+        return self._owners_by_number().take(self._number)
+
+    def _owners_by_number(self) -> npt.NDArray[np.int64]:
+        owners: npt.NDArray[np.int64] = np.array([state.owners for state in self._states])
+        return owners
 
     def idle(self, blocks: Int32Array) -> Int32Array:
         """int32[m]: those of ``blocks`` that nobody holds, in order."""
@@ -252,10 +261,10 @@ class Ledger:
 
     def check(self) -> None:
         """Recount from the states; raises ``AssertionError`` on any difference."""
-        amounts = np.bincount(self._number, minlength=len(self._states)).tolist()
+        amounts = np.bincount(self._number, minlength=len(self._states))
         counts = [0] * len(Account)
-        for state, amount in zip(self._states, amounts, strict=True):
-            counts[state.account] += amount
+        for number in np.flatnonzero(amounts).tolist():
+            counts[self._states[number].account] += amounts.item(number)
         assert counts == self.counts, "ledger: counts differ"
         assert sum(counts) == self.num_blocks, "ledger: accounts do not add up to the pool"
         assert self.account_of(0) is Account.NULL, "ledger: block 0 is not the null block"

@@ -6,11 +6,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 Action = Callable[..., None]
-#: Nanoseconds.
-Duration = int | np.integer[Any]
 
 
 class VirtualTime:
@@ -22,10 +18,10 @@ class VirtualTime:
         self._queue: list[tuple[int, int, Action, tuple[Any, ...]]] = []
         self._made = 0
 
-    def after(self, delay_ns: Duration, action: Action, *args: Any) -> None:
+    def after(self, delay_ns: int, action: Action, *args: Any) -> None:
         """Play ``action(*args)`` in ``delay_ns`` (never in the past)."""
         self._made += 1
-        heapq.heappush(self._queue, (self.now_ns + max(int(delay_ns), 0), self._made, action, args))
+        heapq.heappush(self._queue, (self.now_ns + max(delay_ns, 0), self._made, action, args))
 
     def run(self, until_ns: int, most: int) -> bool:
         """Play until nothing is left (True), or until ``until_ns`` or ``most`` actions have passed (False)."""

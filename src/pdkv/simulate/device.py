@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Group, WindowGroup
-from pdkv.core.ports import Batch, Int32Array, Outputs
+from pdkv.core.ports import Batch, Int32Array, Int64Array, Outputs
 
 VOCABULARY = 1000
 
 _OFFSET = 1469598103934665603
 _PRIME = 1099511628211
 _MASK = (1 << 62) - 1
+_NO_OUTPUTS = Outputs(tokens=np.empty(0, dtype=np.int32))
 
 
 class ForeignKV(AssertionError):
@@ -40,22 +41,31 @@ def sampled(tag: int) -> int:
 
 
 class Tokens:
-    """A request's tokens as the device knows them, each with its tag."""
+    """A request's tokens as the device knows them, each with its tag: ``tags`` int64[num_tokens], a view."""
 
     def __init__(self, prompt: Int32Array) -> None:
         self.tokens: list[int] = prompt.tolist()
-        self.tags: list[int] = []
+        tags: list[int] = []
         tag: int | None = None
         for token in self.tokens:
             tag = prefix_tag(tag, token)
-            self.tags.append(tag)
+            tags.append(tag)
+        self._last = tags[-1]
+        self._memory = np.array(tags + tags, dtype=np.int64)
 
     def extend(self) -> int:
         """Sample one more token."""
-        token = sampled(self.tags[-1])
+        token = sampled(self._last)
+        self._last = prefix_tag(self._last, token)
+        if len(self.tokens) == len(self._memory):
+            self._memory = np.concatenate((self._memory, self._memory))
+        self._memory[len(self.tokens)] = self._last
         self.tokens.append(token)
-        self.tags.append(prefix_tag(self.tags[-1], token))
         return token
+
+    @property
+    def tags(self) -> Int64Array:
+        return self._memory[: len(self.tokens)]
 
 
 def expected_output(prompt: Int32Array, count: int) -> list[int]:
@@ -75,6 +85,7 @@ class Device:
         width = max(group.block_size for group in groups)
         self.tags: npt.NDArray[np.int64] = np.full((num_blocks, width), -1, dtype=np.int64)
         self._requests: dict[str, Tokens] = {}
+        self._places: dict[int, tuple[Int64Array, Int64Array]] = {}  # by block size: see `_slots`
 
     def add(self, request_id: str, prompt: Int32Array) -> None:
         """A request whose rows will come."""
@@ -87,47 +98,65 @@ class Device:
 
     def run(self, batch: Batch) -> Outputs:
         """Sampled tokens of the batch. Raises `ForeignKV` for a row that attends to content that is not its own."""
+        if not len(batch):
+            return _NO_OUTPUTS
         rows = list(self._rows(batch))
         for row in rows:
             self._write(row)
         sampled_tokens = np.zeros(len(batch), dtype=np.int32)
         for number, row in enumerate(rows):
             self._read(row)
-            if batch.samples[number]:
+            if row.samples:
                 assert row.end == len(row.known.tokens), f"{row.request_id}: samples before its last token"
                 sampled_tokens[number] = row.known.extend()
         return Outputs(tokens=sampled_tokens)
 
     def _rows(self, batch: Batch) -> Iterator[_Row]:
-        offsets = np.concatenate(([0], np.cumsum(batch.num_scheduled)))
-        for number, request_id in enumerate(batch.request_ids):
-            known, start = self._requests[request_id], int(batch.num_computed[number])
-            end = start + int(batch.num_scheduled[number])
-            given = batch.tokens[offsets[number] : offsets[number + 1]].tolist()
-            if batch.pending[number]:
+        tokens, at = batch.tokens.tolist(), 0
+        columns = (batch.num_computed.tolist(), batch.num_scheduled.tolist(), batch.pending.tolist())
+        samples = batch.samples.tolist()
+        for number, (request_id, start, count, pending) in enumerate(zip(batch.request_ids, *columns, strict=True)):
+            known, end = self._requests[request_id], start + count
+            given = tokens[at : at + count]
+            at += count
+            if pending:
                 given[-1] = known.tokens[end - 1]
             assert given == known.tokens[start:end], f"{request_id}: wrong input tokens at {start}"
-            yield _Row(request_id, known, start, end, [tables[number] for tables in batch.group_tables])
+            tables = [tables[number] for tables in batch.group_tables]
+            yield _Row(request_id, known, start, end, samples[number], tables)
 
     def _write(self, row: _Row) -> None:
-        positions = np.arange(row.start, row.end)
         for group, table in zip(self._groups, row.tables, strict=True):
-            blocks = table[positions // group.block_size]
+            if row.end - row.start == 1:
+                entry, slot = divmod(row.start, group.block_size)
+                assert table[entry], f"{row.request_id}: writes to the null block"
+                self.tags[table[entry], slot] = row.known.tags[row.start]
+                continue
+            entries, slots = self._slots(group, row.start, row.end)
+            blocks = table[entries]
             assert blocks.all(), f"{row.request_id}: writes to the null block"
-            self.tags[blocks, positions % group.block_size] = row.known.tags[row.start : row.end]
+            self.tags[blocks, slots] = row.known.tags[row.start : row.end]
 
     def _read(self, row: _Row) -> None:
         for number, (group, table) in enumerate(zip(self._groups, row.tables, strict=True)):
-            positions = np.arange(first_seen(group, row.start), row.end)
-            blocks = table[positions // group.block_size]
-            wrong = self.tags[blocks, positions % group.block_size] != np.asarray(row.known.tags)[positions]
-            if wrong.any():
-                at = int(positions[wrong][0])
+            first = first_seen(group, row.start)
+            entries, slots = self._slots(group, first, row.end)
+            wrong = self.tags[table[entries], slots] != row.known.tags[first : row.end]
+            if np.count_nonzero(wrong):
+                at = first + int(wrong.argmax())
                 where = f"block {int(table[at // group.block_size])} of group {number}"
                 raise ForeignKV(f"{row.request_id}: position {at} of {row.end}, {where}")
 
+    def _slots(self, group: Group, first: int, end: int) -> tuple[Int64Array, Int64Array]:
+        """int64[end - first] each: of these positions the table's entries, and the slots inside their blocks."""
+        places = self._places.get(group.block_size)
+        if places is None or len(places[0]) < end:
+            positions = np.arange(2 * end)
+            places = self._places[group.block_size] = (positions // group.block_size, positions % group.block_size)
+        return places[0][first:end], places[1][first:end]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class _Row:
     """Tokens ``start:end`` of a request are computed, with ``tables`` int32[m] by group."""
 
@@ -135,6 +164,7 @@ class _Row:
     known: Tokens
     start: int
     end: int
+    samples: bool
     tables: list[Int32Array]
 
 

@@ -12,7 +12,7 @@ from pdkv.core.engine import Engine, Identity
 from pdkv.core.events import Event, Finished
 from pdkv.core.ports import Abort, FromConsumer, FromProducer, InboxItem, Int32Array, Keepalive, NewRequest, Plan
 from pdkv.core.transfer.messages import Heartbeat, OfGrant, Peer, Register, ToConsumer, ToProducer
-from pdkv.simulate.clock import Action, Duration
+from pdkv.simulate.clock import Action
 from pdkv.simulate.device import Device
 from pdkv.simulate.mover import Mover
 from pdkv.simulate.weather import MS
@@ -35,11 +35,11 @@ class Life:
         self.world, self.name, self.alive = world, name, True
         self.peer = Peer(name, "simulated", port)
         rng, drift = world.rng, world.weather.drift_ppm
-        self._drift_ppm = int(rng.integers(-drift, drift + 1)) if drift else 0
-        self._offset_ns = int(rng.integers(0, 10**15))
+        self._drift_ppm = rng.randrange(-drift, drift + 1) if drift else 0
+        self._offset_ns = rng.randrange(0, 10**15)
         self._stopped_until = 0
         self.slots = np.zeros((_NUM_SLOTS, 2), dtype=np.uint64)
-        identity = Identity(engine_id=name, nonce=int(rng.integers(1, 2**60)), secret=rng.bytes(32))
+        identity = Identity(engine_id=name, nonce=rng.randrange(1, 2**60), secret=rng.randbytes(32))
         self.engine = Engine(config, identity, self.slots)
         self.device = Device(config.num_blocks, config.groups)
         self.mover = Mover(self)
@@ -74,7 +74,7 @@ class Life:
         self._stopped_until = max(self._stopped_until, self.world.time.now_ns + duration_ns)
         self._overdue.clear()
 
-    def later(self, delay_ns: Duration, action: Action, *args: Any) -> None:
+    def later(self, delay_ns: int, action: Action, *args: Any) -> None:
         """An action of this life: never played after its death, held back while it is stopped."""
         self.world.time.after(delay_ns, self._fire, action, args)
 
@@ -137,9 +137,9 @@ class Life:
         self._queue.append(plan)
         self._do(plan)
         rng, weather = self.world.rng, self.world.weather
-        lasts_ns = int(rng.integers(1, 20 * MS)) if len(plan.batch) else MS // 10
+        lasts_ns = rng.randrange(1, 20 * MS) if len(plan.batch) else rng.randrange(MS // 10, MS)
         if weather.long_step and len(plan.batch) and rng.random() < weather.long_step:
-            lasts_ns = int(rng.integers(100, 5000)) * MS
+            lasts_ns = rng.randrange(100, 5000) * MS
         self.later(lasts_ns, self._end, plan)
 
     def _computed(self, new: NewRequest) -> Int32Array:
@@ -230,9 +230,7 @@ class Life:
     def _check_deadlines(self) -> None:
         """Every owner of memory that names a deadline has let go soon after it."""
         seen, self._overdue = self._overdue, {}
-        for holder in self.engine.memory().holders:
-            if holder.deadline_ns is None or holder.deadline_ns > self.now_ns:
-                continue
+        for holder in self.engine.manager.overdue():
             key = holder.request_id, holder.since_ns
             self._overdue[key] = seen.get(key, self.now_ns)
             slack_ns = _FENCE_SLACK_NS if holder.account == "quarantine" else 0

@@ -46,13 +46,13 @@ class Mover:
         assert post.handle not in self._reads, f"handle {post.handle} is used twice"
         read = Read(post, self._life)
         self._reads[post.handle] = read
-        self._life.later(self._rng.integers(0, 3 * MS), self._begin, read)
+        self._life.later(self._rng.randrange(0, 3 * MS), self._begin, read)
 
     def cancel(self, handle: int) -> None:
         """Some movers stop soon, some go on as if nothing had been said."""
         read = self._reads[handle]
         if not read.ended and self._rng.random() < 0.5:
-            self._life.later(self._rng.integers(0, 200 * MS), self._stop, read)
+            self._life.later(self._rng.randrange(0, 200 * MS), self._stop, read)
 
     def kill(self) -> None:
         """The last fence: all it had been handed is over; what was still queued goes to the next one."""
@@ -63,13 +63,13 @@ class Mover:
         self.restarts += 1
         self._world.note(self._life.name, "mover killed", f"handles {[read.post.handle for read in fenced]} fenced")
         handles = tuple(read.post.handle for read in fenced)
-        self._life.later(self._rng.integers(1, 300 * MS), self._life.deliver, MoverRestarted(handles))
+        self._life.later(self._rng.randrange(1, 300 * MS), self._life.deliver, MoverRestarted(handles))
 
     def peer_died(self, peer: Life) -> None:
         """What was being read from ``peer`` fails, a little later."""
         for read in self._reads.values():
             if read.source is peer and self._runs(read):
-                self._life.later(self._rng.integers(1, _PEER_DEATH_SEEN_NS), self._report, read, None, "the peer died")
+                self._life.later(self._rng.randrange(1, _PEER_DEATH_SEEN_NS), self._report, read, None, "the peer died")
 
     # ---------------------------------------------------------------------------------------------------- one READ
 
@@ -79,13 +79,13 @@ class Mover:
         read.mover = self._number
         read.source = self._world.life_of(read.post.source.peer)
         if read.source is None:
-            delay_ns = self._rng.integers(1, _PEER_DEATH_SEEN_NS)
+            delay_ns = self._rng.randrange(1, _PEER_DEATH_SEEN_NS)
             self._life.later(delay_ns, self._report, read, None, "no handshake: nobody with that engine id is there")
             return
         rng, weather = self._rng, self._weather
-        lasts_ns = int(rng.integers(1, weather.read_ms + 1)) * MS
+        lasts_ns = rng.randrange(1, weather.read_ms + 1) * MS
         if rng.random() < weather.late:
-            lasts_ns = int(rng.integers(1, 15_000)) * MS
+            lasts_ns = rng.randrange(1, 15_000) * MS
         fate = rng.random()
         hangs = fate < weather.hang
         fails = not hangs and fate < weather.hang + weather.fail
@@ -93,7 +93,7 @@ class Mover:
         for remote, local in zip(post.remote_blocks.tolist(), post.local_blocks.tolist(), strict=True):
             if (hangs or fails) and rng.random() < 0.3:
                 continue  # half done
-            self._life.later(rng.integers(0, 12_000 * MS if hangs else lasts_ns), self._copy, read, remote, local)
+            self._life.later(rng.randrange(0, 12_000 * MS if hangs else lasts_ns), self._copy, read, remote, local)
         if not hangs:
             self._life.later(lasts_ns, self._data_over, read, fails)
 

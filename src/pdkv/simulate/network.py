@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import numpy as np
+from random import Random
 
 from pdkv.core.ports import Reply
 from pdkv.core.transfer.messages import Peer, ToConsumer, ToProducer
@@ -18,7 +17,7 @@ Receiver = Callable[[ToProducer | ToConsumer, int], None]
 class Network:
     """Carries peer messages to whoever listens at an address then, the next life of a crashed instance included."""
 
-    def __init__(self, time: VirtualTime, rng: np.random.Generator, weather: Weather) -> None:
+    def __init__(self, time: VirtualTime, rng: Random, weather: Weather) -> None:
         self._time, self._rng, self._weather = time, rng, weather
         self._receivers: dict[int, Receiver] = {}
         self._cut_until: dict[int, int] = {}
@@ -33,7 +32,7 @@ class Network:
 
     def delay_ns(self) -> int:
         """How long one message takes."""
-        return int(self._rng.integers(MS // 10, self._weather.max_delay_ms * MS))
+        return self._rng.randrange(MS // 10, self._weather.max_delay_ms * MS)
 
     def send(self, sender: int, peer: Peer, message: ToProducer) -> None:
         """From port ``sender`` to ``peer``, perhaps."""

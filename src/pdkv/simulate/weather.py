@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-
-import numpy as np
+from random import Random
 
 from pdkv.units import NS_PER_S
 
@@ -39,11 +38,11 @@ class Weather:
         return self == Weather(max_delay_ms=self.max_delay_ms, read_ms=self.read_ms, drift_ppm=self.drift_ppm)
 
     @classmethod
-    def draw(cls, rng: np.random.Generator) -> Weather:
+    def draw(cls, rng: Random) -> Weather:
         """Any weather: one in eight calm, the others with some kinds of fault at rates from rare to awful."""
         quiet = cls(
-            max_delay_ms=int(rng.choice([2, 20, 100])), read_ms=int(rng.choice([5, 50, 300])),
-            drift_ppm=int(rng.choice([0, 200, 20_000])),
+            max_delay_ms=rng.choice([2, 20, 100]), read_ms=rng.choice([5, 50, 300]),
+            drift_ppm=rng.choice([0, 200, 20_000]),
         )  # fmt: skip
         if rng.random() < 0.125:
             return quiet
@@ -51,9 +50,9 @@ class Weather:
             "drop": 0.5, "duplicate": 0.5, "outage": 0.1, "late": 0.3, "fail": 0.3, "hang": 0.2, "mover_crash": 0.1,
             "crash": 0.04, "pause": 0.1, "long_step": 0.01, "abort": 0.3,
         }  # fmt: skip
-        share = float(rng.choice([0.3, 0.6, 1.0]))
-        drawn = {name: most * float(rng.random()) ** 2 if rng.random() < share else 0.0 for name, most in worst.items()}
-        late_by = int(rng.choice([2, 50, 700]))
+        share = rng.choice([0.3, 0.6, 1.0])
+        drawn = {name: most * rng.random() ** 2 if rng.random() < share else 0.0 for name, most in worst.items()}
+        late_by = rng.choice([2, 50, 700])
         return cls(max_delay_ms=late_by, read_ms=quiet.read_ms, drift_ppm=quiet.drift_ppm, **drawn)
 
     def __str__(self) -> str:

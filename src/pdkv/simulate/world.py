@@ -6,6 +6,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,8 @@ Note = Callable[[int, str, str, object], None]
 
 def _draw_model(seed: int) -> tuple[Group, ...]:
     """By lots of its own, so that a world goes on as before when there are more models."""
-    rng = np.random.default_rng([seed, 1])
-    return MODELS[0] if rng.random() < 0.5 else MODELS[int(rng.integers(1, len(MODELS)))]
+    rng = Random(f"{seed} model")
+    return MODELS[0] if rng.random() < 0.5 else MODELS[rng.randrange(1, len(MODELS))]
 
 
 class Kind(enum.Enum):
@@ -97,7 +98,7 @@ class World:
         **settings: Any,
     ) -> None:
         self.seed, self._note, self._settings = seed, note, settings
-        self.rng = np.random.default_rng(seed)
+        self.rng = Random(seed)
         self.weather = Weather.draw(self.rng) if weather is None else weather
         self._groups = _draw_model(seed) if groups is None else groups
         self.time = VirtualTime()
@@ -107,8 +108,8 @@ class World:
         if policy.bounded_waits and self.rng.random() < 0.25:
             policy = replace(policy, load_failure="fail")
         self._instances: list[Instance] = []
-        prefill = [self._instance(f"P{i}", i, policy) for i in range(int(self.rng.integers(1, 3)))]
-        decode = [self._instance(f"D{i}", 10 + i, policy) for i in range(int(self.rng.integers(1, 3)))]
+        prefill = [self._instance(f"P{i}", i, policy) for i in range(self.rng.randrange(1, 3))]
+        decode = [self._instance(f"D{i}", 10 + i, policy) for i in range(self.rng.randrange(1, 3))]
         self.router = Router(self, prefill, decode, push=bool(self.rng.random() < 0.5) if push is None else push)
         self.calls = list(self._arrivals(requests))
         self.open = requests
@@ -125,44 +126,44 @@ class World:
     def _config(self, policy: TransferPolicy) -> EngineConfig:
         rng = self.rng
         drawn = EngineConfig(
-            num_blocks=int(rng.integers(11, 30)) + _BLOCKS_OF_A_GROUP * (len(self._groups) - 1),
+            num_blocks=rng.randrange(11, 30) + _BLOCKS_OF_A_GROUP * (len(self._groups) - 1),
             block_size=BLOCK,
             max_model_len=MAX_LEN,
             groups=self._groups,
-            max_num_seqs=int(rng.integers(1, 9)),
-            max_num_batched_tokens=int(rng.choice([8, 24, 64])),
-            watermark=float(rng.choice([0.0, 0.1])),
+            max_num_seqs=rng.randrange(1, 9),
+            max_num_batched_tokens=rng.choice([8, 24, 64]),
+            watermark=rng.choice([0.0, 0.1]),
             enable_prefix_caching=bool(rng.random() < 0.8),
             priority_scheduling=bool(rng.random() < 0.2),
-            max_outstanding_plans=int(rng.integers(1, 3)),
+            max_outstanding_plans=rng.randrange(1, 3),
             full_sequence_must_fit=bool(rng.random() < 0.8),
             transfer=policy,
-            kv_load_timeout_ns=60_000 * MS if self.weather.calm else int(rng.choice([300, 6000])) * MS,
-            push_registration_timeout_ns=60_000 * MS if self.weather.calm else int(rng.choice([2000, 30_000])) * MS,
+            kv_load_timeout_ns=60_000 * MS if self.weather.calm else rng.choice([300, 6000]) * MS,
+            push_registration_timeout_ns=60_000 * MS if self.weather.calm else rng.choice([2000, 30_000]) * MS,
             fence_timeout_ns=1000 * MS,
             lease_ns=3000 * MS,
-            max_leased_fraction=float(rng.choice([0.4, 0.8])),
+            max_leased_fraction=rng.choice([0.4, 0.8]),
         )
         return replace(drawn, **self._settings)
 
     def _arrivals(self, requests: int) -> Iterator[Call]:
         rng = self.rng
-        families = [rng.integers(0, 50, MAX_LEN, dtype=np.int32) for _ in range(4)]
-        at_ns, gap_ms = 0, int(rng.choice([20, 80, 200]))
+        families = [np.array([rng.randrange(50) for _ in range(MAX_LEN)], dtype=np.int32) for _ in range(4)]
+        at_ns, gap_ms = 0, rng.choice([20, 80, 200])
         for number in range(requests):
-            at_ns += int(rng.integers(0, 2 * gap_ms * MS))
-            prompt = families[int(rng.integers(len(families)))][: int(rng.integers(1, 31))].copy()
+            at_ns += rng.randrange(0, 2 * gap_ms * MS)
+            prompt = families[rng.randrange(len(families))][: rng.randrange(1, 31)].copy()
             if rng.random() < 0.6:
-                prompt[int(rng.integers(len(prompt)))] = 60 + number  # shares its head only
+                prompt[rng.randrange(len(prompt))] = 60 + number  # shares its head only
             salt = "salt" if rng.random() < 0.1 else None
             new = NewRequest(
-                request_id=f"r{number}", prompt=prompt, max_tokens=int(rng.integers(1, 17)),
-                priority=int(rng.integers(0, 2)), cache_salt=salt,
+                request_id=f"r{number}", prompt=prompt, max_tokens=rng.randrange(1, 17),
+                priority=rng.randrange(0, 2), cache_salt=salt,
             )  # fmt: skip
             call = Call(new)
             self.time.after(at_ns, self.router.arrive, call)
             if rng.random() < self.weather.abort:
-                self.time.after(at_ns + rng.integers(0, 3000 * MS), self.router.leave, call)
+                self.time.after(at_ns + rng.randrange(0, 3000 * MS), self.router.leave, call)
             yield call
         self._last_arrival_ns = at_ns
 
@@ -172,15 +173,15 @@ class World:
         if life is not None:
             if rng.random() < weather.crash / 10:
                 instance.kill()
-                self.time.after(rng.integers(1, 4000 * MS), self._restart, instance)
+                self.time.after(rng.randrange(1, 4000 * MS), self._restart, instance)
             elif rng.random() < weather.pause / 10:
-                duration_ns = int(rng.integers(50, 8000)) * MS
+                duration_ns = rng.randrange(50, 8000) * MS
                 self.note(life.name, "stopped", f"for {duration_ns // MS} ms")
                 life.stop_for(duration_ns)
             elif rng.random() < weather.mover_crash / 10:
                 life.later(0, life.mover.kill)
             elif rng.random() < weather.outage / 10:
-                self.network.cut(life.peer.port, self.time.now_ns + int(rng.integers(100, 6000)) * MS)
+                self.network.cut(life.peer.port, self.time.now_ns + rng.randrange(100, 6000) * MS)
         if self.open:
             self.time.after(100 * MS, self._misfortune, instance)
 

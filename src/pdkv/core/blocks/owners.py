@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import numpy as np
 
@@ -16,6 +16,17 @@ from pdkv.core.ports import HolderView, Int32Array
 from pdkv.core.scheduler.request import Request
 
 _EMPTY = np.empty(0, dtype=np.int32)
+
+
+def _view(holder: Holder) -> HolderView:
+    return HolderView(
+        request_id=holder.request_id,
+        account=holder.account.name.lower(),
+        blocks=holder.num_blocks,
+        cause=holder.cause,
+        since_ns=holder.since_ns,
+        deadline_ns=holder.deadline_ns,
+    )
 
 
 class Owners:
@@ -46,17 +57,21 @@ class Owners:
             return 0
         return len(holder.groups[0].table) if self.plain else holder.num_blocks
 
+    def owners_among(self, keys: Set[str]) -> set[str]:
+        """Those of ``keys`` that stand for an owner."""
+        return self._holders.keys() & keys
+
     def holders(self) -> Iterator[HolderView]:
         """Every owner, as shown to the operator."""
-        for holder in self._holders.values():
-            yield HolderView(
-                request_id=holder.request_id,
-                account=holder.account.name.lower(),
-                blocks=holder.num_blocks,
-                cause=holder.cause,
-                since_ns=holder.since_ns,
-                deadline_ns=holder.deadline_ns,
-            )
+        return map(_view, self._holders.values())
+
+    def overdue(self) -> list[HolderView]:
+        """Every owner that names a deadline which has come."""
+        return [
+            _view(holder)
+            for holder in self._holders.values()
+            if holder.deadline_ns is not None and holder.deadline_ns <= self.now_ns
+        ]
 
     def _open(self, request_id: str, account: Account) -> Holder:
         holder = self._holders.get(request_id)
@@ -183,12 +198,21 @@ class Owners:
         """Recount pool, ledger and owners; raises ``AssertionError`` on any difference."""
         self.pool.check(content=content)
         assert not self.pool.copies, "owners: a copy without an owner"
-        claims = np.zeros(self.pool.num_blocks, dtype=np.int64)
+        tables, sizes = [_EMPTY], []
         for key, holder in self._holders.items():
-            blocks = holder.blocks
-            assert len(np.unique(blocks)) == len(blocks), f"{key} holds a block twice"
-            claims[blocks] += 1
+            size = 0
             for hold in holder.groups:
-                assert not hold.table.ids[: hold.num_dropped].any(), f"{key}: a block where none is needed any more"
-        everything = np.arange(self.pool.num_blocks, dtype=np.int32)
-        assert np.array_equal(claims, self.pool.ledger.holders(everything)), "owners: owners and holds disagree"
+                ids, dropped = hold.table.ids, hold.num_dropped
+                assert not dropped or not ids[:dropped].any(), f"{key}: a block where none is needed any more"
+                tables.append(ids)
+                size += len(ids)
+            sizes.append(size)
+        blocks = np.concatenate(tables)
+        claims = np.bincount(blocks, minlength=self.pool.num_blocks)
+        claims[NULL_BLOCK] = 0
+        assert not np.count_nonzero(claims != self.pool.ledger.all_holders()), "owners: owners and holds disagree"
+        if np.count_nonzero(claims > 1):  # of blocks with several holds none may be an owner's twice
+            pairs = np.repeat(np.arange(len(sizes)), sizes) * self.pool.num_blocks + blocks
+            pairs = np.sort(pairs[blocks != NULL_BLOCK])
+            twice = pairs[1:][pairs[1:] == pairs[:-1]] // self.pool.num_blocks
+            assert not len(twice), f"{list(self._holders)[twice.item(0)]} holds a block twice"

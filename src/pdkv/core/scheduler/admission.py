@@ -46,6 +46,16 @@ class Rows(enum.Enum):
     MIXED = enum.auto()
 
 
+def awaits(request: Request) -> bool:
+    """Whether what it was promised is still to be announced, and nothing new here can take the place of that."""
+    return request.awaited is not None and not request.awaited.write and not request.look_for_hits
+
+
+def passed_over(request: Request) -> bool:
+    """The same; or it is a prefill for a peer, of which none passes one that waits for its share of the pool."""
+    return request.produces or awaits(request)
+
+
 class Admitter:
     """Tries to bring one request in. Allocates on success; else only ``wait_cause`` and ``produces`` may change."""
 
@@ -76,8 +86,6 @@ class Admitter:
                 return Admission(Verdict.SKIP, share_used_up=True)
             request.produces = False
         written = request.awaited is not None and request.awaited.write
-        if request.awaited is not None and not written and not request.look_for_hits:
-            return Admission(Verdict.SKIP)
         if (request.source is not None or written) and self._config.transfer.loads_bring_states:
             hit, lacks_state = self._manager.lookup_for_load(request)
         else:

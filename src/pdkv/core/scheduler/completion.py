@@ -43,6 +43,8 @@ class Completion:
 
     def take(self, rows: PlanRows, outputs: Outputs) -> None:
         """``rows`` have been computed, with these ``outputs``."""
+        if not len(rows):
+            return
         sampled = self._running.settle(rows)
         if not len(sampled):
             return

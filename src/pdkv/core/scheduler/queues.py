@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from pdkv.core.scheduler.request import Request
@@ -20,7 +21,11 @@ class WaitingQueue(Protocol):
         ...
 
     def put_back(self, request: Request) -> None:
-        """A preempted or skipped request: next to be tried, as far as the order allows."""
+        """A preempted request: next to be tried, as far as the order allows."""
+        ...
+
+    def put_all_back(self, requests: Sequence[Request]) -> None:
+        """Skipped requests, as they were taken out."""
         ...
 
     def head(self) -> Request:
@@ -29,6 +34,10 @@ class WaitingQueue(Protocol):
 
     def pop(self) -> Request:
         """Take the head out."""
+        ...
+
+    def pop_while(self, condition: Callable[[Request], bool]) -> list[Request]:
+        """Take out, in order, those before the first that does not meet ``condition``."""
         ...
 
     def remove(self, request: Request) -> None:
@@ -56,6 +65,10 @@ class FcfsQueue:
         """First."""
         self._requests.appendleft(request)
 
+    def put_all_back(self, requests: Sequence[Request]) -> None:
+        """First, in this order."""
+        self._requests.extendleft(reversed(requests))
+
     def head(self) -> Request:
         """The first."""
         return self._requests[0]
@@ -63,6 +76,13 @@ class FcfsQueue:
     def pop(self) -> Request:
         """Take the first out."""
         return self._requests.popleft()
+
+    def pop_while(self, condition: Callable[[Request], bool]) -> list[Request]:
+        """Take the first ones out."""
+        taken = list(takewhile(condition, self._requests))
+        for _ in taken:
+            self._requests.popleft()
+        return taken
 
     def remove(self, request: Request) -> None:
         """Take any request out."""
@@ -94,6 +114,11 @@ class PriorityQueue:
         """Where its key says."""
         self.append(request)
 
+    def put_all_back(self, requests: Sequence[Request]) -> None:
+        """Where their keys say."""
+        for request in requests:
+            self.append(request)
+
     def head(self) -> Request:
         """The smallest key."""
         return self._heap[0][1]
@@ -101,6 +126,13 @@ class PriorityQueue:
     def pop(self) -> Request:
         """Take the smallest key out."""
         return heapq.heappop(self._heap)[1]
+
+    def pop_while(self, condition: Callable[[Request], bool]) -> list[Request]:
+        """Take the smallest keys out."""
+        taken = []
+        while self._heap and condition(self._heap[0][1]):
+            taken.append(self.pop())
+        return taken
 
     def remove(self, request: Request) -> None:
         """Take any request out."""

@@ -52,6 +52,10 @@ class PlanRows:
         return np.fromiter(map(len, self.drafts), dtype=np.int32) if self.drafts else np.zeros(len(self), np.int32)
 
 
+_NONE = np.empty(0, dtype=np.int64)
+NO_ROWS = PlanRows((), _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+
+
 class RunningSet(Sequence[Request]):
     """The running requests, most recently admitted last; ``columns`` intp[n] are their places in ``counters``.
 
@@ -149,6 +153,8 @@ class RunningSet(Sequence[Request]):
         """What was ``scheduled`` becomes plan ``step_id``: its tokens count as computed from now on."""
         columns, requests = self.columns, self._requests
         tokens = self.scheduled[columns]
+        if not np.count_nonzero(tokens):
+            return NO_ROWS
         chosen = tokens > 0
         if chosen.all():
             requests = requests.copy()
@@ -202,13 +208,16 @@ class RunningSet(Sequence[Request]):
         assert len(set(self.columns.tolist())) == len(self.columns) == len(self._requests), "running: columns differ"
         assert len(self.columns) + len(self._vacant) == len(self.sequence), "running: a column is lost"
         stops: Multiset[int] = Multiset()
-        for request, column in zip(self._requests, self.columns.tolist(), strict=True):
-            stops.update(request.new.stop_token_ids)
+        sequence, ends = self.sequence[self.columns].tolist(), self.end[self.columns].tolist()
+        for request, column, number, end in zip(self._requests, self.columns.tolist(), sequence, ends, strict=True):
+            if request.new.stop_token_ids:
+                stops.update(request.new.stop_token_ids)
             assert request.status is Status.RUNNING
-            assert (request.counters, request.column) == (self.counters, column), f"{request.request_id}: misplaced"
-            assert self.sequence[column] == request.sequence
-            assert self.end[column] == request.end_tokens(self._manager.max_request_tokens)
-            assert request.last_token == request.tokens[-1], f"{request.request_id}: its last token differs"
+            assert request.counters is self.counters, f"{request.request_id}: misplaced"
+            assert request.column == column, f"{request.request_id}: misplaced"
+            assert request.sequence == number
+            assert request.end_tokens(self._manager.max_request_tokens) == end
+            assert request.last_token == request.memory[request.num_tokens - 1], f"{request.request_id}: last token"
         self._manager.growth.check(self)
         assert stops == self._stops, "running: stop tokens differ"
-        assert not self.scheduled.any(), "running: something is scheduled between plans"
+        assert not np.count_nonzero(self.scheduled), "running: something is scheduled between plans"

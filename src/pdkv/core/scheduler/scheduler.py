@@ -13,7 +13,7 @@ from pdkv.core.events import Admitted, Finished, FinishReason, LoadFailed, Preem
 from pdkv.core.journal import Journal
 from pdkv.core.ledger import Account
 from pdkv.core.ports import Int32Array, Outputs
-from pdkv.core.scheduler.admission import Admission, Admitter, Rows, Verdict, cap_chunk, fit_chunk
+from pdkv.core.scheduler.admission import Admission, Admitter, Rows, Verdict, awaits, cap_chunk, fit_chunk, passed_over
 from pdkv.core.scheduler.completion import Completion
 from pdkv.core.scheduler.preemption import choose_victim
 from pdkv.core.scheduler.queues import FcfsQueue, PriorityQueue, WaitingQueue, priority_key
@@ -148,12 +148,13 @@ class Scheduler:
             if len(self.running) >= self._config.max_num_seqs:
                 break
             from_holding = bool(self.holding)
+            if not from_holding:
+                skipped_waiting += self.waiting.pop_while(passed_over if share_used_up else awaits)
+                if not self.waiting:
+                    break
             request = self.holding[0] if from_holding else self.waiting.head()
             if request.status is Status.LOADING:
                 skipped_holding.append(self.holding.popleft())
-                continue
-            if request.produces and share_used_up:
-                skipped_waiting.append(self.waiting.pop())  # no prefill for a peer passes one that waits for its share
                 continue
             if request.status is Status.LOADED:
                 self._settle_loaded(request)
@@ -179,8 +180,7 @@ class Scheduler:
         self.holding.extendleft(reversed(skipped_holding))
         if self._config.priority_scheduling:
             self.holding = deque(sorted(self.holding, key=priority_key))
-        for request in reversed(skipped_waiting):
-            self.waiting.put_back(request)
+        self.waiting.put_all_back(skipped_waiting)
 
     def _rows_so_far(self) -> Rows:
         """Only asked for where drafts may be added to make rows alike."""

@@ -172,7 +172,6 @@ class Wait:
     awaited: Awaited
     since_ns: int
     deadline_ns: int
-    next_register_ns: int | None
 
 
 class Waits:
@@ -181,6 +180,7 @@ class Waits:
     def __init__(self, config: EngineConfig, journal: Journal, outbox: list[SendMessage], grants: WriteGrants) -> None:
         self._config, self._journal, self._outbox, self._grants = config, journal, outbox, grants
         self._waits: dict[str, Wait] = {}  # by transfer id
+        self._next_beat_ns = 0  # when all of them are registered again
 
     def arrive(self, request: Request) -> None:
         """Register from now on. One announcement serves one request: the id's second is computed here instead.
@@ -195,7 +195,9 @@ class Waits:
         if awaited.write and self._grants.here is None:
             request.awaited = awaited = msgspec.structs.replace(awaited, write=False)
         now_ns = self._journal.now_ns
-        wait = Wait(request, awaited, now_ns, now_ns + self._config.push_registration_timeout_ns, now_ns)
+        if not self._waits:
+            self._next_beat_ns = now_ns + self._config.lease_ns // 6
+        wait = Wait(request, awaited, now_ns, now_ns + self._config.push_registration_timeout_ns)
         self._waits[awaited.transfer_id] = wait
         self._register(wait)
         self._journal.emit(Registered(request_id=request.request_id, at_ns=now_ns, producer=awaited.peer.engine_id))
@@ -214,8 +216,12 @@ class Waits:
 
     def decline(self, awaited: Awaited) -> None:
         """Tell the producer that nobody waits: the request was refused before it became one."""
-        if self._config.transfer.push_answers or not awaited.write:
+        if self._registers(awaited):
             self._outbox.append(SendMessage(awaited.peer, Withdraw(awaited.transfer_id)))
+
+    def _registers(self, awaited: Awaited) -> bool:
+        """Whether its producer hears of it before memory is granted: of what it is to write not in the reference."""
+        return self._config.transfer.push_answers or not awaited.write
 
     def drop(self, request: Request, *, tell: bool) -> None:
         """It no longer waits; ``tell`` its producer, unless that is where the news came from."""
@@ -260,14 +266,18 @@ class Waits:
         return [wait.request for wait in self._waits.values() if wait.deadline_ns <= self._journal.now_ns]
 
     def sweep(self) -> None:
-        """Register again where no answer has come for a sixth of a lease."""
+        """Register again, every sixth of a lease; all together, so that the engine is not woken for each."""
+        if self._journal.now_ns < self._next_beat_ns:
+            return
+        self._next_beat_ns = self._journal.now_ns + self._config.lease_ns // 6
         for wait in self._waits.values():
-            if wait.next_register_ns is not None and wait.next_register_ns <= self._journal.now_ns:
+            if self._registers(wait.awaited):
                 self._register(wait)
 
     def next_deadline_ns(self) -> int | None:
         """When somebody is to be registered again, or has waited long enough."""
-        times = [wait.next_register_ns for wait in self._waits.values() if wait.next_register_ns is not None]
+        registers = any(self._registers(wait.awaited) for wait in self._waits.values())
+        times = [self._next_beat_ns] if registers else []
         if self._config.transfer.bounded_waits:
             times += [wait.deadline_ns for wait in self._waits.values()]
         return min(times, default=None)
@@ -276,10 +286,8 @@ class Waits:
         """Tell the producer. As often, and not in every step, it is seen whether the KV is here by now."""
         wait.request.look_for_hits = True
         awaited = wait.awaited
-        if awaited.write and not self._config.transfer.push_answers:  # the reference registers with its memory only
-            wait.next_register_ns = None
+        if not self._registers(awaited):
             return
-        wait.next_register_ns = self._journal.now_ns + self._config.lease_ns // 6
         message: Register | RegisterWrite = Register(awaited.transfer_id, awaited.peer.engine_id)
         if awaited.write:
             message = self._grants.registration(awaited, None)

@@ -1,0 +1,39 @@
+"""The worlds under policy ``strict`` that CI plays: half in each of two files of tests, for two processes.
+
+`make faults SEEDS=0:10000` is the long proof (docs/faults.md).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pdkv.simulate.faults import play_seed
+
+REQUESTS = 200
+FIRST_HALF, SECOND_HALF = (
+    [range(seed, seed + 25) for seed in range(first, first + 150, 25)] for first in (0, 150)
+)  # fmt: skip
+
+#: How often each thing happens in a hundred worlds at least, or passing would mean nothing.
+_IN_A_HUNDRED = {
+    "Preempted": 100, "Quarantined": 100, "Fenced": 100, "LoadFinished": 1000, "LoadFailed": 500, "LeaseExpired": 200,
+    "LeaseRenewed": 200, "COMPLETED": 1000, "ERROR": 50, "LEFT": 200, "killed": 10, "stopped": 20, "mover killed": 50,
+    "calm": 5,
+}  # fmt: skip
+
+
+def play(seeds: range, seen: Counter[str]) -> None:
+    """Nothing breaks in any of these worlds, and every request has one outcome; what happens is added to ``seen``."""
+    for seed in seeds:
+        story = play_seed(seed, "strict", REQUESTS)
+        assert story.violation is None, f"seed {seed}: {story.violation}"
+        assert sum(story.counts[outcome] for outcome in ("COMPLETED", "ERROR", "LEFT")) == REQUESTS
+        seen.update(story.counts)
+        seen["worlds"] += 1
+        seen["calm"] += story.weather.calm
+
+
+def assert_bad_weather(seen: Counter[str]) -> None:
+    """All that the invariants are about has happened, and often."""
+    rare = [name for name, least in _IN_A_HUNDRED.items() if seen[name] * 100 < least * seen["worlds"]]
+    assert not rare, (rare, seen)
