@@ -114,6 +114,7 @@ class Half:
         secret = self.identity.secret
         grant = Grant(
             block_ids=blocks,
+            block_size=self.geometry.block_size,
             num_tokens=16 * len(blocks),
             slot=slot,
             nonce=self.identity.nonce,

@@ -115,6 +115,7 @@ class RemoteReplay:
         counts = [stop - first for first, stop in self.engine.manager.peer_spans(external)]
         grant = Grant(
             block_ids=tuple(range(sum(counts))),
+            block_size=self.engine.manager.paged_block_size,
             group_blocks=tuple(counts) if len(counts) > 1 else (),
             num_tokens=external,
             slot=0,

@@ -51,6 +51,7 @@ def source_for(tokens: int, block_size: int, *, lease_id: int = 1, first_block: 
     blocks = -(-tokens // block_size)
     grant = Grant(
         block_ids=tuple(range(first_block, first_block + blocks)),
+        block_size=block_size,
         num_tokens=tokens,
         slot=0,
         nonce=99,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -65,11 +66,16 @@ class Side:
         return plan
 
 
-def sides(groups: tuple[Group, ...], transfer: TransferPolicy, more: dict[str, Any]) -> tuple[Side, Side, np.ndarray]:
+def sides(
+    groups: tuple[Group, ...],
+    transfer: TransferPolicy,
+    more: dict[str, Any],
+    consumer_groups: tuple[Group, ...] | None = None,
+) -> tuple[Side, Side, np.ndarray]:
     """Producer, consumer, and the producer's slots."""
-    config = {"groups": groups, "max_model_len": 64, "max_num_batched_tokens": 24, "transfer": transfer, **more}
-    producer = make_engine(num_blocks=90, engine_id="P", **config)
-    consumer = make_engine(num_blocks=70, engine_id="D", nonce=8, **config)
+    config = {"max_model_len": 64, "max_num_batched_tokens": 24, "transfer": transfer, **more}
+    producer = make_engine(groups=groups, num_blocks=90, engine_id="P", **config)
+    consumer = make_engine(groups=consumer_groups or groups, num_blocks=70, engine_id="D", nonce=8, **config)
     return Side(producer), Side(consumer), producer.producer._slots._slots
 
 
@@ -96,16 +102,20 @@ def prefill(side: Side, new: NewRequest, now: int) -> Grant | None:
 
 
 def move(plan: Plan, source: Side, target: Side, slots: np.ndarray) -> list[ReadEnded]:
-    """Carry out the READs of a plan: whole blocks, whatever group they belong to."""
+    """Carry out the READs of a plan: whole blocks, whatever group they belong to, or what is a block on one side."""
     reports = []
     ledger = target.engine.manager.pool.ledger
+    theirs, ours = (side.engine.manager.paged_block_size for side in (source, target))
+    parts, own_parts = max(theirs // ours, 1), max(ours // theirs, 1)
+    slots_here = target.cache.slots.reshape(-1, target.cache.slots.shape[1] // own_parts)
+    slots_there = source.cache.slots.reshape(-1, source.cache.slots.shape[1] // parts)
     for read in plan.reads:
-        assert not ledger.hashed(read.local_blocks).any(), "a READ over content that can be hit"
+        assert not ledger.hashed(read.local_blocks // own_parts).any(), "a READ over content that can be hit"
         for remote, local in zip(read.remote_blocks.tolist(), read.local_blocks.tolist(), strict=True):
-            assert remote > 0
-            assert local > 0
-            target.cache.slots[local] = source.cache.slots[remote]
-            target.cache.states[local] = source.cache.states[remote]
+            assert remote >= parts
+            assert local >= own_parts
+            slots_here[local] = slots_there[remote]
+            target.cache.states[local // own_parts] = source.cache.states[remote // parts]
         nonce, lease_id = slots[read.source.grant.slot].tolist()
         reports.append(ReadEnded(handle=read.handle, slot=(nonce, lease_id), moved_bytes=1, seconds=0.1))
     return reports
@@ -116,10 +126,39 @@ def move(plan: Plan, source: Side, target: Side, slots: np.ndarray) -> list[Read
 def test_a_consumer_goes_on_where_the_producer_stopped(
     groups: tuple[Group, ...], more: dict[str, Any], transfer: TransferPolicy
 ) -> None:
+    assert carry_on(groups, groups, transfer, more) > 8
+
+
+UNLIKE: list[tuple[Callable[[int], tuple[Group, ...]], tuple[int, int]]] = [
+    (lambda size: (FullGroup(block_size=size),), (4, 8)),
+    (lambda size: (FullGroup(block_size=size),), (8, 4)),
+    (lambda size: (FullGroup(block_size=size),), (2, 8)),
+    (lambda size: (FullGroup(block_size=size), WindowGroup(block_size=size, window=9)), (4, 8)),
+    (lambda size: (FullGroup(block_size=size), WindowGroup(block_size=size, window=9)), (8, 4)),
+    (lambda size: (FullGroup(block_size=size), WindowGroup(block_size=size, window=9)), (2, 8)),
+    (lambda size: (WindowGroup(block_size=size, window=5), FullGroup(block_size=size)), (12, 4)),
+    (lambda size: (FullGroup(block_size=size), ChunkedGroup(block_size=size, chunk=16)), (4, 8)),
+    (lambda size: (FullGroup(block_size=size), ChunkedGroup(block_size=size, chunk=16)), (8, 4)),
+]
+
+
+@pytest.mark.parametrize("transfer", [STRICT, VLLM], ids=lambda policy: policy.name)
+@pytest.mark.parametrize(("groups", "sizes"), UNLIKE)
+def test_so_does_one_with_blocks_of_another_size(
+    groups: Callable[[int], tuple[Group, ...]], sizes: tuple[int, int], transfer: TransferPolicy
+) -> None:
+    theirs, ours = sizes
+    assert carry_on(groups(theirs), groups(ours), transfer, {}) > 8
+
+
+def carry_on(
+    groups: tuple[Group, ...], consumer_groups: tuple[Group, ...], transfer: TransferPolicy, more: dict[str, Any]
+) -> int:
+    """Requests with common beginnings through P and D: all tokens are right, all memory comes back. How many loads."""
     loads = 0
     for seed in range(3):
         rng = random.Random(seed)
-        producer, consumer, slots = sides(groups, transfer, more)
+        producer, consumer, slots = sides(groups, transfer, more, consumer_groups)
         stem = [rng.randrange(1000) for _ in range(40)]
         inbox: list[InboxItem] = []
         requests: list[NewRequest] = []
@@ -149,7 +188,7 @@ def test_a_consumer_goes_on_where_the_producer_stopped(
         assert consumer.engine.manager.pool.num_free == 69
         assert not producer.engine.producer._by_token, "a lease that nobody gave back"
         loads += sum(isinstance(event, LoadFinished) for event in consumer.events)
-    assert loads > 8
+    return loads
 
 
 def test_only_what_is_needed_is_kept_and_moved() -> None:

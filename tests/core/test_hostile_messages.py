@@ -92,6 +92,7 @@ def odd_write_grant(rng: random.Random) -> WriteGrant:
         grant_id=rng.randrange(1, 1 << 64),
         slot=rng.randrange(1 << 31),
         block_ids=tuple(number() for _ in range(rng.randrange(6))),
+        block_size=number(),
         num_tokens=number(),
         first_token=number(),
         prompt_digest=rng.randbytes(16),
@@ -208,6 +209,7 @@ def odd_grant(rng: random.Random) -> Grant:
     number = lambda: rng.choice((-(2**63), -1, 0, 1, 5, 10, 2**31, 2**63 - 1, 2**64 - 1))  # noqa: E731
     return Grant(
         block_ids=tuple(number() for _ in range(rng.randrange(6))),
+        block_size=number(),
         num_tokens=number(),
         slot=number(),
         nonce=number(),

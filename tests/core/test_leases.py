@@ -117,7 +117,7 @@ def test_lost_doubled_and_foreign_hints() -> None:
 
 def test_the_slot_names_the_lease_as_long_as_the_blocks_are_kept() -> None:
     slots = np.zeros((4, 2), dtype=np.uint64)
-    owner = LeaseSlots(slots, nonce=7, secret=b"k")
+    owner = LeaseSlots(slots, nonce=7, secret=b"k", block_size=4)
     seen = set()
     prompt = counting_prompt(9)
     for _ in range(20):

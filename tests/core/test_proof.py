@@ -16,7 +16,7 @@ from pdkv.core.transfer.proof import digest_tokens, is_proved, lease_token, proo
 
 KEY = proof_key(b"s" * 32)
 DIGEST = b"d" * 16
-COVERED = ("block_ids", "num_tokens", "slot", "nonce", "lease_id", "token")
+COVERED = ("block_ids", "block_size", "num_tokens", "slot", "nonce", "lease_id", "token")
 
 int64s = st.integers(0, 2**63 - 1)
 uint64s = st.integers(0, 2**64 - 1)
@@ -24,6 +24,7 @@ block_ids = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
 grants = st.builds(
     Grant,
     block_ids=block_ids,
+    block_size=int64s,
     num_tokens=int64s,
     slot=int64s,
     nonce=uint64s,
@@ -32,6 +33,7 @@ grants = st.builds(
     proof=st.just(b""),
     cached_tokens=int64s,
 )
+SMALL = Grant(block_ids=(1,), block_size=16, num_tokens=1, slot=0, nonce=1, lease_id=1, token=b"t" * 16, proof=b"")
 
 
 def proved(grant: Grant, digest: bytes = DIGEST) -> Grant:
@@ -40,11 +42,20 @@ def proved(grant: Grant, digest: bytes = DIGEST) -> Grant:
 
 def test_the_proof_is_a_truncated_hmac_sha256() -> None:
     """Spelled out once: another implementation must be able to make it."""
-    grant = Grant(block_ids=(3, 258), num_tokens=20, slot=2, nonce=2**63 + 1, lease_id=5, token=b"t" * 16, proof=b"")
+    grant = Grant(
+        block_ids=(3, 258),
+        block_size=16,
+        num_tokens=20,
+        slot=2,
+        nonce=2**63 + 1,
+        lease_id=5,
+        token=b"t" * 16,
+        proof=b"",
+    )
     message = b"".join(
         (
             (2**63 + 1).to_bytes(8, "little"),
-            *(value.to_bytes(8, "little") for value in (5, 2, 20, 2, 16, 16)),
+            *(value.to_bytes(8, "little") for value in (5, 2, 20, 16, 2, 16, 16)),
             b"t" * 16,
             DIGEST,
             b"\x03\0\0\0\x02\x01\0\0",
@@ -94,7 +105,7 @@ def test_another_start_s_key_fails(grant: Grant, secret: bytes) -> None:
 
 @pytest.mark.parametrize("moved", [1, -1])
 def test_bytes_cannot_wander_between_token_and_digest(moved: int) -> None:
-    grant = Grant(block_ids=(1,), num_tokens=1, slot=0, nonce=1, lease_id=1, token=b"t" * 16, proof=b"")
+    grant = SMALL
     text = grant.token + DIGEST
     at = 16 + moved
     shifted = msgspec.structs.replace(proved(grant), token=text[:at])
@@ -103,20 +114,18 @@ def test_bytes_cannot_wander_between_token_and_digest(moved: int) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"nonce": -1}, {"nonce": 2**64}, {"lease_id": -1}, {"slot": 2**63}, {"num_tokens": 2**70},
+    [{"nonce": -1}, {"nonce": 2**64}, {"lease_id": -1}, {"slot": 2**63}, {"num_tokens": 2**70}, {"block_size": 2**64},
      {"block_ids": (2**31,)}, {"block_ids": (-(2**40),)}],
     ids=str,
 )  # fmt: skip
 def test_numbers_that_no_grant_has_are_refused(change: dict[str, object]) -> None:
-    grant = Grant(block_ids=(1,), num_tokens=1, slot=0, nonce=1, lease_id=1, token=b"t" * 16, proof=b"p" * 16)
+    grant = msgspec.structs.replace(SMALL, proof=b"p" * 16)
     assert not is_proved(KEY, msgspec.structs.replace(grant, **change), DIGEST)
 
 
 def test_the_statistics_are_not_covered() -> None:
     """A router may leave ``remote_prefill_cached_tokens`` out."""
-    grant = Grant(
-        block_ids=(1,), num_tokens=1, slot=0, nonce=1, lease_id=1, token=b"t" * 16, proof=b"", cached_tokens=9
-    )
+    grant = msgspec.structs.replace(SMALL, cached_tokens=9)
     assert is_proved(KEY, msgspec.structs.replace(proved(grant), cached_tokens=0), DIGEST)
 
 

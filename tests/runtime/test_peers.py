@@ -59,7 +59,7 @@ def answered(peers: Peers, link: PeerLink, sent_ns: int, received_ns: int, clock
     peers.ask(link, sent_ns)
     reply = HelloReply(
         seq=link.hello_seq, engine_id=link.peer.engine_id, nonce=1, grant_key=b"k" * 32, epoch=1, lease_ns=30 * S,
-        clock_ns=clock_ns, facts={}, memory=PeerMemory(bytes_per_block=64, num_blocks=8, num_slots=8),
+        clock_ns=clock_ns, facts={}, memory=PeerMemory(geometry=plain(4, 64), num_slots=8),
     )  # fmt: skip
     link.receive = lambda limit: ([reply], 0)  # type: ignore[method-assign]
     assert peers.hear(link, 1, received_ns) == []
@@ -67,7 +67,7 @@ def answered(peers: Peers, link: PeerLink, sent_ns: int, received_ns: int, clock
 
 
 def test_the_clock_offset_is_that_of_the_shortest_round_trip(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    peers = Peers(context, "P", {}, 64, TransferStats(), beat_ns=S)
+    peers = Peers(context, "P", {}, plain(4, 64), TransferStats(), beat_ns=S)
     link = peers.link(PEER, 0)
     assert isinstance(link, PeerLink)
     for sent_ns, received_ns, clock_ns, offset_ns in (
@@ -88,7 +88,7 @@ def test_the_clock_offset_is_that_of_the_shortest_round_trip(context: zmq.Contex
 def test_a_peer_that_nothing_is_wanted_of_is_forgotten(
     context: zmq.Context[zmq.Socket[bytes]], ttl_ns: int | None, shaken: bool, gone_after_s: int | None
 ) -> None:
-    peers = Peers(context, "P", {}, 64, TransferStats(), beat_ns=S, engine_ttl_ns=ttl_ns)
+    peers = Peers(context, "P", {}, plain(4, 64), TransferStats(), beat_ns=S, engine_ttl_ns=ttl_ns)
     peers.keep_alive((Keepalive(PEER, (b"t" * 16,)),), 0)
     (link,) = peers.links()
     if shaken:
@@ -112,7 +112,7 @@ def test_at_the_limit_the_idlest_peer_makes_room(
     context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers_module, "_MAX_LINKS", 2)
-    peers = Peers(context, "P", {}, 64, TransferStats(), beat_ns=S)
+    peers = Peers(context, "P", {}, plain(4, 64), TransferStats(), beat_ns=S)
     three = [Peer(f"D{i}", "127.0.0.1", 5601 + i) for i in range(3)]
     for at, peer in enumerate(three):
         assert isinstance(peers.link(peer, at), PeerLink)

@@ -56,6 +56,7 @@ MEMORY = PeerMemory(
 )
 GRANT = Grant(
     block_ids=(3, 1),
+    block_size=16,
     num_tokens=20,
     slot=1,
     nonce=3,
@@ -66,7 +67,14 @@ GRANT = Grant(
 )
 CONSUMER = Peer("d", "127.0.0.1", 5601)
 WRITE_GRANT = WriteGrant(
-    nonce=2**64 - 1, grant_id=1, slot=0, block_ids=(4, 2), num_tokens=32, first_token=0, prompt_digest=b"d" * 16
+    nonce=2**64 - 1,
+    grant_id=1,
+    slot=0,
+    block_ids=(4, 2),
+    block_size=16,
+    num_tokens=32,
+    first_token=0,
+    prompt_digest=b"d" * 16,
 )
 QUESTIONS = [
     Hello(seq=1, engine_id="d", target="p", facts={"dtype": "float32"}),

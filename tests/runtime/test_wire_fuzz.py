@@ -65,6 +65,7 @@ SHM = ShmOffer(boot_id="b", pid=9, pool_fd=3, pool_inode=2**40, slots_fd=4, slot
 MEMORY = PeerMemory(geometry=plain(4, 64), num_slots=2, shm=SHM, nixl=NIXL)
 GRANT = Grant(
     block_ids=(1, 2),
+    block_size=16,
     num_tokens=32,
     slot=1,
     nonce=2**63,
@@ -78,6 +79,7 @@ WRITE_GRANT = WriteGrant(
     grant_id=7,
     slot=1,
     block_ids=(1, 2, 3),
+    block_size=16,
     num_tokens=48,
     first_token=16,
     prompt_digest=b"d" * 16,

@@ -21,6 +21,7 @@ EOS = 256
 IM_END = 257
 GRANT = Grant(
     block_ids=(3, 1, 7),
+    block_size=16,
     num_tokens=40,
     slot=5,
     nonce=2**63 + 1,

@@ -57,7 +57,7 @@ def test_unknown_keys_are_ignored() -> None:
 @pytest.mark.parametrize(
     "key",
     ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_num_tokens",
-     "pdkv_slot", "pdkv_nonce", "pdkv_lease_id", "pdkv_token", "pdkv_proof"],
+     "pdkv_slot", "pdkv_nonce", "pdkv_lease_id", "pdkv_token", "pdkv_proof", "pdkv_block_size"],
 )  # fmt: skip
 @pytest.mark.parametrize("bad", ["missing", None, -1, "", [], True, 2**70, [["a"]], {}])
 def test_what_is_missing_or_ill_typed_is_named(key: str, bad: Any) -> None:

@@ -34,9 +34,8 @@ from pdkv.core.scheduler.running import PlanRows
 from pdkv.core.scheduler.scheduler import Scheduler
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.lease import LeaseSlots, SlotArray
-from pdkv.core.transfer.messages import (
-    Peer,
-)
+from pdkv.core.transfer.messages import Peer
+from pdkv.core.transfer.pairs import unlike_blocks
 from pdkv.core.transfer.producer import Producer
 from pdkv.core.transfer.quarantine import LastFence
 from pdkv.core.transfer.rendezvous import Announcements
@@ -90,7 +89,9 @@ class Engine:
             self.manager.pool.residency = Residency(
                 config.kv_metrics_sample, identity.nonce, lambda: self._journal.now_ns
             )
-        lease_slots = LeaseSlots(slots, nonce=identity.nonce, secret=identity.secret)
+        lease_slots = LeaseSlots(
+            slots, nonce=identity.nonce, secret=identity.secret, block_size=self.manager.paged_block_size
+        )
         handles, self._last_fence = count(1), LastFence()
         writes = Writes(config, self.manager, handles, self._last_fence, self._journal)
         announcements = Announcements(config, identity.engine_id, writes, self._journal)
@@ -281,6 +282,11 @@ class Engine:
         self._sequence += 1
         self.requests[new.request_id] = request
         self.scheduler.add(request)
+        if new.source is not None and new.source.expires_ns is None:
+            unlike = unlike_blocks(self.manager, new.source.grant.block_size)
+            if unlike is not None:
+                self.consumer.forget(request)
+                self.scheduler.offer_failed(request, f"the KV offered lies in {unlike}")
 
     def _take_events(self) -> tuple[Event, ...]:
         for request in self.scheduler.take_ended():

@@ -200,7 +200,9 @@ class Batch:
 class PostRead:
     """Read ``remote_blocks[i]`` of the source's pool into ``local_blocks[i]``, then read the lease slot.
 
-    The mover reports exactly one `ReadEnded` for ``handle``, however it ends (a refused handshake included).
+    Both are block ids where the blocks of both sides are of one size, else ids of *units*, which are the smaller blocks
+    of the two: a larger block ``b``, worth ``k`` of them, consists of the units from ``b * k`` on, in the order of its
+    tokens. The mover reports exactly one `ReadEnded` for ``handle``, however it ends (a refused handshake included).
     """
 
     handle: int
@@ -213,8 +215,8 @@ class PostRead:
 class PostWrite:
     """Write ``local_blocks[i]`` to ``remote_blocks[i]`` of the consumer's pool, while its slot names the grant.
 
-    The mover reports exactly one `WriteEnded` for ``handle``, however it ends (a refused handshake included). Handles
-    of READs and WRITEs are never equal.
+    Both are block ids, or ids of units (`PostRead`). The mover reports exactly one `WriteEnded` for ``handle``, however
+    it ends (a refused handshake included). Handles of READs and WRITEs are never equal.
     """
 
     handle: int

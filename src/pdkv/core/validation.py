@@ -8,6 +8,7 @@ from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
 from pdkv.core.ports import NewRequest
 from pdkv.core.transfer.messages import RemoteSource
+from pdkv.core.transfer.pairs import granted_blocks, unlike_blocks
 from pdkv.errors import BadRequest, DoesNotFit
 
 
@@ -40,8 +41,11 @@ def check_request(new: NewRequest, config: EngineConfig, manager: KVCacheManager
             "this instance's model attends to what an encoder put out, which is not transferred between instances. "
             "Send the request without kv_transfer_params"
         )
-    if new.source is not None and new.source.expires_ns is None:  # of a kept turn what does not fit is not used
-        check_source(new, new.source, config, manager)
+    source = new.source
+    if source is None or source.expires_ns is not None:  # of a kept turn what does not fit is not used
+        return
+    if unlike_blocks(manager, source.grant.block_size) is None:  # else it is not used either: no fault of who asks
+        check_source(new, source, config, manager)
 
 
 def check_source(new: NewRequest, source: RemoteSource, config: EngineConfig, manager: KVCacheManager) -> None:
@@ -52,17 +56,19 @@ def check_source(new: NewRequest, source: RemoteSource, config: EngineConfig, ma
     grant, most = source.grant, len(new.prompt) - manager.leaves_last_token
     if source.expires_ns is not None:
         most = max(most, grant.num_tokens)
-    counts = grant.group_blocks or (len(grant.block_ids),)
-    expected = tuple(stop - first for first, stop in manager.peer_spans(grant.num_tokens))
+    unlike = unlike_blocks(manager, grant.block_size)
+    if unlike is not None:
+        raise BadRequest(f"the KV offered lies in {unlike}")
+    counts, expected = grant.group_blocks or (len(grant.block_ids),), granted_blocks(manager, grant)
     if not 1 <= grant.num_tokens <= most or counts != expected or len(grant.block_ids) != sum(expected):
-        sizes = _slashed(group.block_size for group in config.groups)
+        sizes = _slashed(group.block_size * grant.block_size // manager.paged_block_size for group in config.groups)
         raise BadRequest(
             f"kv_transfer_params name {grant.num_tokens} tokens in {_slashed(counts)} blocks for a prompt of "
             f"{len(new.prompt)} tokens; blocks hold {sizes} tokens, so {_slashed(expected)} blocks and at most "
             f"{most} tokens are expected. Pass the prefill instance's answer on unchanged"
         )
-    ids = grant.block_ids
-    if not 0 <= min(ids, default=0) <= max(ids, default=0) < 1 << 31:
+    ids, units = grant.block_ids, max(1, grant.block_size // manager.paged_block_size)
+    if not 0 <= min(ids, default=0) <= max(ids, default=0) < (1 << 31) // units:
         raise BadRequest("kv_transfer_params name blocks that no pool has; pass the prefill instance's answer on")
 
 

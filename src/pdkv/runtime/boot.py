@@ -185,7 +185,7 @@ def _assemble(
     engine = Engine(config, identity, memory.slot_array, hash_function=hash_function)
     made: list[Instance] = []  # the control thread is made before the instance that it delivers to
     control = Control(
-        PeerIdentity(identity, peer_facts(model, info.block_size)),
+        PeerIdentity(identity, peer_facts(model)),
         memory.transfer,
         host=info.side_channel_host,
         port=settings.side_channel_port,
@@ -233,7 +233,7 @@ def instance_info(
     )
 
 
-def peer_facts(model: LoadedModel, block_size: int) -> dict[str, str]:
+def peer_facts(model: LoadedModel) -> dict[str, str]:
     """What must be equal on both sides for one to read the other's KV; pools are compared as `geometry.unlike` does."""
     return {
         "pdkv version": __version__,
@@ -243,5 +243,4 @@ def peer_facts(model: LoadedModel, block_size: int) -> dict[str, str]:
         "layers": str(model.num_layers),
         "kv heads": str(model.kv_heads),
         "head dim": str(model.head_dim),
-        "block size": str(block_size),
     }

@@ -258,6 +258,11 @@ def _refusal(read: _Read, reply: HelloReply) -> str | None:
         return read.failure
     if source.grant.nonce != reply.nonce:
         return f"{name_of(source.peer)}: the lease is of another life of this engine"
+    if source.grant.block_size != reply.memory.geometry.block_size:
+        return (
+            f"{name_of(source.peer)}: the lease is of blocks of {source.grant.block_size} tokens, its pool has blocks "
+            f"of {reply.memory.geometry.block_size}"
+        )
     if not is_proved(reply.grant_key, source.grant, source.prompt_digest):
         return (
             f"{name_of(source.peer)} did not give this grant for this prompt: kv_transfer_params must be passed on "

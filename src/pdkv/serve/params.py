@@ -1,7 +1,8 @@
 """`kv_transfer_params`: the JSON in which a lease travels from P's answer through a router to D (pd-transfer.md §2).
 
 The fields are vLLM's, so existing routers work unchanged; ``pdkv_slot``, ``pdkv_nonce``, ``pdkv_lease_id``,
-``pdkv_token`` and ``pdkv_proof`` are ours (64-bit words as hex strings: JSON numbers lose bits above 2**53).
+``pdkv_token``, ``pdkv_proof`` and ``pdkv_block_size`` are ours (64-bit words as hex strings: JSON numbers lose bits
+above 2**53).
 
 In push mode both legs begin at once, so D is not given a lease but told who will announce one: P's side channel, and
 the ``transfer_id`` that P was given too. Whoever knows that id can fetch the KV, so routers draw it at random.
@@ -92,7 +93,7 @@ def side_channel_of(health: Any) -> Peer:
 
 
 def grant_to_params(grant: Grant, *, engine_id: str, request_id: str, host: str, port: int) -> dict[str, Any]:
-    """P's answer: every key of vLLM's, plus pdkv's five. ``host``/``port`` are P's side channel."""
+    """P's answer: every key of vLLM's, plus pdkv's six. ``host``/``port`` are P's side channel."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -113,6 +114,7 @@ def grant_to_params(grant: Grant, *, engine_id: str, request_id: str, host: str,
         "pdkv_lease_id": f"{grant.lease_id:016x}",
         "pdkv_token": grant.token.hex(),
         "pdkv_proof": grant.proof.hex(),
+        "pdkv_block_size": grant.block_size,
     }
 
 
@@ -241,6 +243,7 @@ def _source(params: Mapping[str, Any]) -> RemoteSource:
         request_id=given.text("remote_request_id"),
         grant=Grant(
             block_ids=blocks or (),
+            block_size=given.integer("pdkv_block_size", 1, 2**31 - 1),
             num_tokens=given.integer("remote_num_tokens", 1, 2**31 - 1),
             slot=given.integer("pdkv_slot", 0, 2**31 - 1),
             nonce=int(given.hexadecimal("pdkv_nonce", 16), 16),

@@ -82,6 +82,11 @@ def is_cacheable(group: Group) -> bool:
     return not isinstance(group, RingGroup | CrossGroup)
 
 
+def is_paged(group: Group) -> bool:
+    """Whether a block of ``group`` is the KV of its tokens, so that blocks of another size can hold the same."""
+    return not isinstance(group, StateGroup | RingGroup | CrossGroup)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
     """What a drafter that reads the model's hidden states (EAGLE, MTP) does to cached prefixes (block-pool 4-5).

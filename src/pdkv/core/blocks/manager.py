@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdkv.core.blocks.boundaries import Boundaries
-from pdkv.core.blocks.groups import NO_DRAFTING, CrossGroup, Drafting, Granularity, Group
+from pdkv.core.blocks.groups import NO_DRAFTING, CrossGroup, Drafting, Granularity, Group, is_paged
 from pdkv.core.blocks.growth import RunningGrowth
 from pdkv.core.blocks.holders import Hit, Holder, no_hit
 from pdkv.core.blocks.kinds import index_for, kind_of
@@ -63,6 +63,8 @@ class KVCacheManager(Owners):
         self._step_tokens = step_tokens
         super().__init__(pool, [kind_of(spec, number, pool, settings) for number, spec in enumerate(groups)])
         self.block_size = groups[0].block_size
+        paged = (group.block_size for group in groups if is_paged(group))
+        self.paged_block_size = next(paged, self.block_size)  # by which peers tell each other how large blocks are
         self._states = [kind for kind in self.kinds if isinstance(kind, StateKind)]
         self._lookup = PrefixLookup(self.kinds)
         self._nothing = no_hit(len(groups))

@@ -145,6 +145,11 @@ class Owners:
             spans.append((max(first, there), max(stop, there)))
         return tuple(spans)
 
+    def never_hit(self, key: str, group: int, entry: int) -> None:
+        """The block of table entry ``entry``, the first that is not null, is not registered: it is not whole."""
+        hold = self._holders[key].groups[group]
+        hold.num_hashed = max(hold.num_hashed, entry + 1)
+
     def keep_for_peer(self, key: str, tokens: int) -> tuple[tuple[int, ...], ...]:
         """Give back all but what a peer needs to go on behind ``tokens`` tokens; returns that, block ids by group."""
         holder = self._holders[key]

@@ -16,14 +16,17 @@ from pdkv.core.transfer.grants import Promise, WriteGrants
 from pdkv.core.transfer.lease import LeaseSlots
 from pdkv.core.transfer.messages import Done, OfGrant, Peer, RemoteSource
 from pdkv.core.transfer.next_turn import NextTurns
-from pdkv.core.transfer.pairs import pair_blocks
+from pdkv.core.transfer.pairs import hide_partly_loaded, pair_blocks
 from pdkv.core.transfer.quarantine import LastFence, Quarantine
 from pdkv.core.transfer.rendezvous import Waits
 
 
 @dataclass(slots=True)
 class Load:
-    """One READ in flight: block i of ``remote`` goes to block i of ``local``, whatever group they belong to."""
+    """One READ in flight: unit i of ``remote`` goes to unit i of ``local`` (`PostRead`), whatever group they belong to.
+
+    ``blocks`` of ours are written to.
+    """
 
     request: Request
     source: RemoteSource
@@ -31,6 +34,7 @@ class Load:
     first: int  # tokens the request had already: the prefix hit
     remote: Int32Array
     local: Int32Array
+    blocks: int
     deadline_ns: int
 
     @property
@@ -153,10 +157,12 @@ class Consumer:
             self.waits.admitted(request)
             self.grants.open(request, local_tokens, tokens)
             return
-        key, granted = request.request_id, source.grant
-        remote, local = pair_blocks(self._manager, key, granted, source.usable_tokens, local_tokens)
+        key, granted, usable = request.request_id, source.grant, source.usable_tokens
+        remote, local = pair_blocks(self._manager, key, granted, usable, local_tokens)
+        hide_partly_loaded(self._manager, key, granted.block_size, usable, local_tokens)
+        blocks = sum(stop - first for first, stop in self._manager.peer_spans(usable, local_tokens))
         deadline_ns = self._journal.now_ns + self._config.kv_load_timeout_ns
-        load = Load(request, source, next(self._handles), local_tokens, remote, local, deadline_ns)
+        load = Load(request, source, next(self._handles), local_tokens, remote, local, blocks, deadline_ns)
         self._loads[load.handle] = load
         shown = deadline_ns if self._config.transfer.bounded_waits else None
         self._manager.move(request.request_id, Account.LOADING, f"reading from {source.peer.engine_id[:80]}", shown)
@@ -166,7 +172,7 @@ class Consumer:
                 request_id=request.request_id,
                 at_ns=self._journal.now_ns,
                 handle=load.handle,
-                blocks=len(local),
+                blocks=blocks,
                 tokens=tokens,
             )
         )
@@ -189,7 +195,7 @@ class Consumer:
                 request_id=load.request.request_id,
                 at_ns=self._journal.now_ns,
                 handle=load.handle,
-                blocks=len(load.local),
+                blocks=load.blocks,
                 moved_bytes=report.moved_bytes,
                 seconds=report.seconds,
             )
@@ -228,7 +234,7 @@ class Consumer:
         del self._loads[load.handle]
         self.forget(request)
         self._fail(load, cause)
-        key, blocks = _owner(load.handle), len(load.local)
+        key, blocks = _owner(load.handle), load.blocks
         danger = "its READ may still write"
         deadline_ns = self._quarantine.enter(request, key, load.handle, load.first, blocks, cause, danger)
         self._given_up[load.handle] = GivenUp(request.request_id, blocks, deadline_ns)

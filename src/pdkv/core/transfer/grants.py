@@ -127,6 +127,7 @@ class WriteGrants:
             slot=slot,
             block_ids=tuple(block for group in blocks for block in group),
             group_blocks=tuple(map(len, blocks)) if len(blocks) > 1 else (),
+            block_size=self._manager.paged_block_size,
             num_tokens=num_tokens,
             first_token=local_tokens,
             prompt_digest=digest_tokens(request.tokens[:num_tokens]),

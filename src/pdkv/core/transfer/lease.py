@@ -44,8 +44,9 @@ class Lease:
 class LeaseSlots:
     """The owner's side of the slot array: ids never recur, and a slot is cleared before its blocks are freed."""
 
-    def __init__(self, slots: SlotArray, *, nonce: int, secret: bytes) -> None:
+    def __init__(self, slots: SlotArray, *, nonce: int, secret: bytes, block_size: int) -> None:
         self._slots = slots
+        self._block_size = block_size
         self.nonce = nonce
         self._secret = secret
         self._key = proof_key(secret)
@@ -71,6 +72,7 @@ class LeaseSlots:
         grant = Grant(
             block_ids=tuple(block for group in blocks for block in group),
             group_blocks=tuple(len(group) for group in blocks) if len(blocks) > 1 else (),
+            block_size=self._block_size,
             num_tokens=len(tokens),
             slot=slot,
             nonce=self.nonce,

@@ -21,7 +21,8 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
 
     ``block_ids`` are the producer's block ids, group by group in prompt order; ``group_blocks`` says how many of them
     each group has (empty: all belong to the only one). They are the last ones up to ``num_tokens``: all of a group of
-    full attention, a window's worth, the one state.
+    full attention, a window's worth, the one state. ``block_size`` is the tokens in a block of the producer's first
+    group that has its KV by tokens; those of its other groups differ from the consumer's by the same factor.
     ``nonce`` and ``lease_id`` are the two words the lease slot ``slot`` holds for as long as the blocks are kept.
     ``token`` (16 bytes) names the lease in heartbeats and `Done`; ``proof`` (16 bytes) binds all of this to the prompt:
     the consumer checks it (`transfer.proof`) before anything moves. ``cached_tokens`` is for statistics only.
@@ -30,6 +31,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     block_ids: tuple[int, ...]
+    block_size: int
     num_tokens: int
     slot: int
     nonce: int
@@ -74,15 +76,16 @@ class WriteGrant(msgspec.Struct, frozen=True, kw_only=True):
 
     ``nonce`` (the consumer's, of this start) and ``grant_id``, which never recurs, stand in the consumer's slot
     ``slot`` for as long as the producer may write. ``block_ids`` are the consumer's, group by group in prompt order
-    (``group_blocks`` as in `Grant`): the table entries that a peer supplies to go on behind ``num_tokens`` tokens, of
-    which the first ``first_token`` are there already. ``prompt_digest`` (`transfer.proof.digest_tokens`) is that of
-    the ``num_tokens`` tokens: the producer refuses what it did not compute.
+    (``group_blocks`` and ``block_size`` as in `Grant`): the table entries that a peer supplies to go on behind
+    ``num_tokens`` tokens, of which the first ``first_token`` are there already. ``prompt_digest``
+    (`transfer.proof.digest_tokens`) is that of the ``num_tokens`` tokens: the producer refuses what it did not compute.
     """
 
     nonce: int
     grant_id: int
     slot: int
     block_ids: tuple[int, ...]
+    block_size: int
     num_tokens: int
     first_token: int
     prompt_digest: bytes

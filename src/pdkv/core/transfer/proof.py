@@ -26,7 +26,7 @@ MARK_BYTES = 16
 MOST_MARKS = 1024
 
 # What follows has no fixed length: token, prompt digest and blocks. Their lengths stand in front.
-_HEADER = struct.Struct("<QQqqqqq")
+_HEADER = struct.Struct("<QQqqqqqq")
 
 
 def digest_tokens(tokens: Int32Array) -> bytes:
@@ -109,6 +109,7 @@ def prove(key: bytes, grant: Grant, prompt_digest: bytes) -> bytes:
             grant.lease_id,
             grant.slot,
             grant.num_tokens,
+            grant.block_size,
             len(grant.block_ids),
             len(grant.token),
             len(prompt_digest),

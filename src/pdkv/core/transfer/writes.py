@@ -27,7 +27,7 @@ from pdkv.core.transfer.messages import (
     WriteGrant,
     Written,
 )
-from pdkv.core.transfer.pairs import pair_blocks
+from pdkv.core.transfer.pairs import granted_blocks, pair_blocks, unlike_target
 from pdkv.core.transfer.quarantine import LastFence
 
 _MOST_TOMBSTONES = 16384
@@ -39,7 +39,10 @@ GrantKey = tuple[int, int]
 
 @dataclass(slots=True)
 class Write:
-    """One WRITE in flight: block i of ``local`` goes to block i of the consumer's ``remote``."""
+    """One WRITE in flight: unit i of ``local`` goes to unit i of the consumer's ``remote`` (`PostWrite`).
+
+    ``blocks`` of ours are read from.
+    """
 
     handle: int
     lease: Lease
@@ -48,6 +51,7 @@ class Write:
     origin: bytes
     remote: Int32Array
     local: Int32Array
+    blocks: int
     deadline_ns: int
     stopped: str | None = None  # why it is not wanted any more
     cancelled: bool = False  # the consumer waits for `Fenced`
@@ -113,13 +117,13 @@ class Writes:
             return
         remote, local = pair_blocks(self._manager, lease.key, grant, grant.num_tokens, grant.first_token)
         deadline_ns = self._journal.now_ns + self._config.kv_load_timeout_ns
-        write = Write(next(self._handles), lease, message, grant, origin, remote, local, deadline_ns)
+        spans = self._manager.peer_spans(grant.num_tokens, grant.first_token)
+        blocks = sum(stop - first for first, stop in spans)
+        write = Write(next(self._handles), lease, message, grant, origin, remote, local, blocks, deadline_ns)
         self._post(write)
         self.note(grant, origin, writing=True)
         self._journal.emit(
-            WriteStarted(
-                request_id=lease.request_id, at_ns=self._journal.now_ns, handle=write.handle, blocks=len(local)
-            )
+            WriteStarted(request_id=lease.request_id, at_ns=self._journal.now_ns, handle=write.handle, blocks=blocks)
         )
 
     def _misfit(self, lease: Lease, grant: WriteGrant) -> str | None:
@@ -129,15 +133,18 @@ class Writes:
                 f"the prefill was of {lease.num_tokens} tokens, the grant is for {grant.num_tokens}, or for others: "
                 "both instances must turn the request into the same tokens (tokenizer, chat template)"
             )
-        unit = self._config.sizes.scheduler_tokens
+        unlike = unlike_target(self._manager, grant.block_size)
+        if unlike is not None:
+            return f"the grant is of {unlike}"
+        own = self._manager.paged_block_size
+        unit = self._config.sizes.scheduler_tokens * grant.block_size // own  # where all blocks of the consumer end
         if not 0 <= grant.first_token < grant.num_tokens or grant.first_token % unit:
             return f"the grant begins at token {grant.first_token} of {grant.num_tokens}; blocks hold {unit} tokens"
-        spans = self._manager.peer_spans(grant.num_tokens, grant.first_token)
-        expected = tuple(stop - first for first, stop in spans)
-        counts = grant.group_blocks or (len(grant.block_ids),)
+        expected, counts = granted_blocks(self._manager, grant), grant.group_blocks or (len(grant.block_ids),)
         if counts != expected or len(grant.block_ids) != sum(expected):
             return f"the grant has {counts} blocks, {expected} are needed"
-        if not 0 < min(grant.block_ids, default=1) <= max(grant.block_ids, default=1) < 1 << 31:
+        least, most = min(grant.block_ids, default=1), max(grant.block_ids, default=1)
+        if not 0 < least <= most < (1 << 31) // max(1, grant.block_size // own):
             return "the grant names blocks that no pool has"
         return None
 
@@ -156,7 +163,7 @@ class Writes:
                     request_id=write.lease.request_id,
                     at_ns=now_ns,
                     handle=write.handle,
-                    blocks=len(write.local),
+                    blocks=write.blocks,
                     moved_bytes=report.moved_bytes,
                     seconds=report.seconds,
                 )

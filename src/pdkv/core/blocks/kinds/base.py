@@ -138,9 +138,13 @@ class Kind:
         """Blocks that a request of ``tokens`` tokens holds while it grows token by token."""
         return cdiv(tokens, self.block_size)
 
-    def peer_span(self, tokens: int) -> tuple[int, int]:
-        """(first, stop) of the table entries that are needed to go on behind the first ``tokens`` tokens."""
-        return max(self.skipped_tokens(tokens), 0) // self.block_size, cdiv(tokens, self.block_size)
+    def peer_span(self, tokens: int, block_size: int | None = None) -> tuple[int, int]:
+        """(first, stop) of the table entries that are needed to go on behind the first ``tokens`` tokens.
+
+        ``block_size``: of a peer's table, where it is another one.
+        """
+        size = self.block_size if block_size is None else block_size
+        return max(self.skipped_tokens(tokens), 0) // size, cdiv(tokens, size)
 
     def drop_skipped(self, holder: Holder, processed: int, num_prompt: int) -> None:
         """Give back blocks that only tokens before the first ``processed`` needed, deepest first."""

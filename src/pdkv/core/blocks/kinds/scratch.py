@@ -60,7 +60,7 @@ class FixedKind(Kind):
         """However many tokens."""
         return 1 if self._most_encoder_tokens is None else cdiv(self._most_encoder_tokens, self.block_size)
 
-    def peer_span(self, tokens: int) -> tuple[int, int]:
+    def peer_span(self, tokens: int, block_size: int | None = None) -> tuple[int, int]:
         """What the ring has not written yet goes along; what an encoder put out is not for peers."""
         return (0, 1) if self._most_encoder_tokens is None else (0, 0)
 
