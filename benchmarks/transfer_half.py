@@ -13,8 +13,8 @@ import numpy as np
 from benchmarks.plain_pool import plain
 
 from pdkv.core.engine import Identity
-from pdkv.core.ports import Batch, Keepalive, Plan, PostRead, ReadEnded
-from pdkv.core.transfer.messages import Grant, Peer, RemoteSource
+from pdkv.core.ports import Batch, Keepalive, Plan, PostRead, PostWrite, ReadEnded, WriteEnded
+from pdkv.core.transfer.messages import Grant, Peer, RemoteSource, WriteGrant
 from pdkv.core.transfer.proof import lease_token, proof_key, prove
 from pdkv.errors import FenceLost
 from pdkv.runtime.control import Control, PeerIdentity, TransferMemory
@@ -135,6 +135,36 @@ class Half:
         """Submit one read; its handle."""
         self.control.submit(self.plan_read(source, local, remote))
         return self.handles
+
+    def write_grant(self, blocks: tuple[int, ...], *, grant_id: int = 9, slot: int = 5) -> WriteGrant:
+        """What the engine does to have its blocks written: name the grant in a slot."""
+        self.slot_words[slot] = (self.identity.nonce, grant_id)
+        return WriteGrant(
+            nonce=self.identity.nonce,
+            grant_id=grant_id,
+            slot=slot,
+            block_ids=blocks,
+            block_size=self.geometry.block_size,
+            num_tokens=16 * len(blocks),
+            first_token=0,
+            prompt_digest=b"",
+        )
+
+    def post_write(self, to: Half, grant: WriteGrant, local: tuple[int, ...]) -> int:
+        """Submit the write of our ``local`` blocks into the blocks of ``to``'s grant; its handle."""
+        self.handles += 1
+        remote_blocks, local_blocks = np.asarray(grant.block_ids, np.int32), np.asarray(local, np.int32)
+        epoch = to.control.epoch
+        self.submit(writes=(PostWrite(self.handles, to.peer, grant, remote_blocks, local_blocks, epoch),))
+        return self.handles
+
+    def write(self, to: Half, grant: WriteGrant, local: tuple[int, ...]) -> WriteEnded:
+        """Post and wait."""
+        handle = self.post_write(to, grant, local)
+        ended = self.wait(WriteEnded)
+        assert isinstance(ended, WriteEnded)
+        assert ended.handle == handle
+        return ended
 
     def submit(self, **fields: object) -> None:
         self.control.submit(empty_plan(**fields))

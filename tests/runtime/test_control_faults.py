@@ -22,7 +22,7 @@ from tests.nixl_here import needs_nixl
 from pdkv.core.ports import MoverRestarted, ReadEnded
 from pdkv.core.transfer.messages import RemoteSource
 from pdkv.runtime.mover_host import MoverKind
-from pdkv.runtime.reader import Reader
+from pdkv.runtime.moves import Moves
 from pdkv.runtime.wire import Cancel
 
 pytestmark = pytest.mark.slow
@@ -264,7 +264,7 @@ def test_a_stopped_mover_of_ours_is_replaced(process_pair: tuple[Half, Half]) ->
     consumer.read(source, (0,), remote=(0,))
     os.kill(consumer.control.mover_pid, signal.SIGSTOP)
     handles = tuple(consumer.post(source, tuple(range(BLOCKS))) for _ in range(3))
-    _wait_for(lambda: len(consumer.control._reader._reads) == 3)
+    _wait_for(lambda: len(consumer.control._moves._moves) == 3)
     assert _report(consumer, 0.5) is None
     consumer.submit(restart_mover=True)
     fenced = consumer.wait(MoverRestarted).handles
@@ -278,13 +278,13 @@ def test_a_lease_that_ends_during_the_read_shows_in_the_slot(
 ) -> None:
     """The proof holds, the release came before the slot was read: what was read names no lease, or another."""
     producer, consumer = pair
-    hand_over = Reader._hand_over
+    hand_over = Moves._hand_over
 
     def lose_the_lease(self, read, link, reply, now_ns):  # type: ignore[no-untyped-def]
         producer.slot_words[read.post.source.grant.slot] = (producer.identity.nonce, 4711)
         hand_over(self, read, link, reply, now_ns)
 
-    monkeypatch.setattr(Reader, "_hand_over", lose_the_lease)
+    monkeypatch.setattr(Moves, "_hand_over", lose_the_lease)
     ended = consumer.read(producer.grant((1, 2)), (1, 2))
     assert ended.error is None
     assert ended.slot == (producer.identity.nonce, 4711)

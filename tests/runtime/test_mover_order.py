@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pdkv.runtime.mover import Mover
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import SLICE_BYTES, Copy, LocalMemory, Slice, TransportError
+from pdkv.runtime.transports.base import SLICE_BYTES, Copy, LocalMemory, Permit, Slice, TransportError
 from pdkv.runtime.wire import Cancel, Connect, Ended, FrameBuffer, PeerMemory, Post, Ready, decode_from_mover, pack
 
 BLOCK_BYTES = SLICE_BYTES // 2
@@ -50,7 +50,7 @@ class ScriptedTransport:
 
     def close(self) -> None: ...
 
-    def prepare(self, peer: str, parts: Sequence[Slice]) -> list[Copy]:
+    def prepare(self, peer: str, parts: Sequence[Slice], permit: Permit | None = None) -> list[Copy]:
         if "prepare" in self.refuse:
             raise TransportError("prepare refused")
         made = [Scripted(part) for part in parts]
@@ -184,7 +184,7 @@ def test_a_refusal_in_the_middle_waits_for_what_is_under_way(call: str) -> None:
     bench.step()
     bench.step()
     bench.transport.refuse = {call}
-    (read,) = bench.mover._reads
+    (read,) = bench.mover._moves
     while read.stop is None:
         bench.transport.under_way()[0].state = "over"
         assert bench.step() is None
@@ -230,5 +230,5 @@ def test_any_order_of_events_keeps_the_rules(blocks: int, data: st.DataObject) -
     else:
         assert ended.slot is None
         assert cancelled or failed
-    assert not bench.mover._reads
+    assert not bench.mover._moves
     bench.close()

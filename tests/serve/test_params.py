@@ -12,6 +12,7 @@ from pdkv.serve.params import (
     ORDINARY,
     PREFILL_LEG,
     grant_to_params,
+    named,
     offers_in,
     parse_params,
     push_legs,
@@ -136,7 +137,26 @@ def test_what_d_must_be_told(name: str, value: Any) -> None:
         parse_params({**push_legs(PEER, ID)[1], name: value})
 
 
-@pytest.mark.parametrize("mode", ["write", "", 1, True, ["push"]])
+def test_the_two_legs_of_a_write() -> None:
+    to_prefill, to_decode = json.loads(json.dumps(push_legs(PEER, ID, mode="write")))
+    assert parse_params(to_prefill).transfer_id == ID
+    asked = parse_params(to_decode)
+    assert asked.awaited == Awaited(peer=PEER, transfer_id=ID, write=True)
+    assert named(asked, "cmpl-x-0") == asked
+
+
+def test_a_write_without_a_transfer_id_goes_by_the_request_id() -> None:
+    to_prefill, to_decode = push_legs(PEER, ID, mode="write")
+    for leg in (to_prefill, to_decode):
+        del leg["transfer_id"]
+    assert named(parse_params(to_prefill), "cmpl-x-0").transfer_id == "cmpl-x-0"
+    awaited = named(parse_params(to_decode), "cmpl-x-0").awaited
+    assert awaited == Awaited(peer=PEER, transfer_id="cmpl-x-0", write=True)
+    assert offers_in(to_decode) == [], "it has no name yet, so nobody can have been told of it"
+    assert named(parse_params(None), "cmpl-x-0") == parse_params(None)
+
+
+@pytest.mark.parametrize("mode", ["WRITE", "", 1, True, ["push"]])
 @pytest.mark.parametrize("flag", ["do_remote_decode", "do_remote_prefill"])
 def test_other_modes_are_refused(flag: str, mode: Any) -> None:
     with pytest.raises(BadRequest, match="transfer_mode"):

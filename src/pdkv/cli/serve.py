@@ -48,7 +48,10 @@ Fallback = Annotated[
 ]
 Mode = Annotated[
     str,
-    typer.Option(help="pull: D is asked when P has finished. push: both at once; D holds no memory while it waits."),
+    typer.Option(
+        help="pull: D is asked when P has finished. push: both at once; D holds no memory while it waits. "
+        "write: as push, but D's blocks are held from the start and P writes into them."
+    ),
 ]
 InstanceTimeout = Annotated[
     float,

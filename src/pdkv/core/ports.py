@@ -215,8 +215,9 @@ class PostRead:
 class PostWrite:
     """Write ``local_blocks[i]`` to ``remote_blocks[i]`` of the consumer's pool, while its slot names the grant.
 
-    Both are block ids, or ids of units (`PostRead`). The mover reports exactly one `WriteEnded` for ``handle``, however
-    it ends (a refused handshake included). Handles of READs and WRITEs are never equal.
+    Both are block ids, or ids of units (`PostRead`). Nothing is written when the consumer's memory is of another
+    ``epoch`` than this by now. The mover reports exactly one `WriteEnded` for ``handle``, however it ends (a refused
+    handshake included). Handles of READs and WRITEs are never equal.
     """
 
     handle: int
@@ -224,6 +225,7 @@ class PostWrite:
     grant: WriteGrant
     remote_blocks: Int32Array
     local_blocks: Int32Array
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

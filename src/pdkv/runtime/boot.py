@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +16,7 @@ from pdkv.core.blocks.hashing import HashFunction
 from pdkv.core.config import EngineConfig
 from pdkv.core.engine import Engine, Identity
 from pdkv.core.events import Event
+from pdkv.core.transfer.messages import Peer
 from pdkv.errors import ConfigError, FenceLost
 from pdkv.layout.capacity import Capacity
 from pdkv.layout.dtypes import resolve_kv_dtype
@@ -210,8 +212,21 @@ def _assemble(
     instance.info = dataclasses.replace(
         info, transport=control.transport, side_channel_port=control.port, without_nixl=control.without_nixl
     )
+    here = own_address(info.side_channel_host)
+    # Another process writes into a GPU's memory by itself (CUDA IPC), and nothing that ends here would stop it.
+    if here is not None and isinstance(memory.pool.memory, SharedMemory):
+        engine.accept_writes(Peer(info.engine_id, here, control.port))
     instance.start()
     return instance
+
+
+def own_address(host: str) -> str | None:
+    """An address for ``host``, for peers take no names; ``None`` when it has none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return None
+    return str(min(found, key=lambda entry: entry[0] is not socket.AF_INET)[4][0])
 
 
 def instance_info(

@@ -14,17 +14,30 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import msgspec
 import zmq
 
-from pdkv.core.ports import FromConsumer, FromProducer, InboxItem, Keepalive, PeerLost, PeerMet, Plan, Reply
+from pdkv.core.ports import (
+    FromConsumer,
+    FromProducer,
+    InboxItem,
+    Keepalive,
+    PeerLost,
+    PeerMet,
+    Plan,
+    Reply,
+    Revoked,
+    SendMessage,
+)
 from pdkv.core.transfer.messages import Announce, Gone, Heartbeat, Register, RegisterWrite, ToProducer
 from pdkv.errors import ConfigError, FenceLost
 from pdkv.runtime.doorkeeper import Doorkeeper, PeerIdentity, TransferMemory
+from pdkv.runtime.grant_fences import GrantFences
 from pdkv.runtime.mover_host import MoverHost, MoverKind
+from pdkv.runtime.moves import Moves
 from pdkv.runtime.peer_auth import door_for
 from pdkv.runtime.peer_link import endpoint
 from pdkv.runtime.peers import Peers
-from pdkv.runtime.reader import Reader
 from pdkv.runtime.transfer_stats import TransferStats
 from pdkv.runtime.transports.shm import CPU_ONLY
 from pdkv.runtime.wire import (
@@ -126,7 +139,7 @@ class Control:
         self._mover = MoverHost(memory, self._stats, now_ns, mover)
         self._fence_lost: FenceLost | None = None
         self._submitted: deque[Plan] = deque()
-        self._keepalives: tuple[Keepalive, ...] = ()  # of the plan submitted last
+        self._standing: tuple[tuple[Keepalive, ...], tuple[Revoked, ...]] = (), ()  # of the plan submitted last
         self._deferred: list[tuple[bytes, Hello]] = []
         self._closing = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -151,11 +164,12 @@ class Control:
     def submit(self, plan: Plan) -> None:
         """Carry out the plan's transfers and messages. Only queues: never blocks. Called by one thread at a time.
 
-        ``plan.keepalives`` is the whole set of leases to renew, so a plan that only repeats it costs nothing.
+        ``plan.keepalives`` and ``plan.revoked`` are whole sets, so a plan that only repeats them costs nothing.
         """
-        changed = plan.keepalives != self._keepalives
-        if changed or plan.reads or plan.cancels or plan.messages or plan.replies or plan.restart_mover:
-            self._keepalives = plan.keepalives
+        standing = plan.keepalives, plan.revoked
+        posts = plan.reads or plan.writes or plan.cancels
+        if standing != self._standing or posts or plan.messages or plan.replies or plan.restart_mover or plan.evict:
+            self._standing = standing
             self._submitted.append(plan)
             self._wake()
 
@@ -172,6 +186,11 @@ class Control:
     def mover_pid(self) -> int | None:
         """Process id of the mover of now; None while there is none, or when it is a thread."""
         return self._mover.pid
+
+    @property
+    def epoch(self) -> int:
+        """Of the memory that peers reach; another one when they must be told anew how (`MoverHost`)."""
+        return self._mover.epoch
 
     def close(self) -> None:
         """Stop: no read goes on, the mover is gone, all sockets are closed. Unfinished reads are not reported.
@@ -257,7 +276,14 @@ class Control:
             engine_ttl_ns=self._engine_ttl_ns,
             secret=self._secret,
         )
-        self._reader = Reader(peers=self._peers, mover=self._mover, stats=self._stats, deliver=self._deliver)
+        self._moves = Moves(peers=self._peers, mover=self._mover, stats=self._stats, deliver=self._deliver)
+        self._fences = GrantFences(
+            transport=self.transport,
+            memory=self._memory,
+            mover=self._mover,
+            moves=self._moves,
+            deliver=self._deliver,
+        )
         self._router = router
 
     def _loop(self, router: zmq.Socket[bytes]) -> None:
@@ -305,25 +331,36 @@ class Control:
         self._mover.tick(now_ns)
         self._peers.tick(now_ns, engine_alive=now_ns - self._last_step_ns() < 60 * 10**9)
         for link, problem in self._peers.take_settled():
-            self._reader.settled(link, problem, now_ns)
+            self._moves.settled(link, problem, now_ns)
             if link.awaited:
                 met = PeerMet(link.peer, link.clock_offset_ns)
                 self._deliver(met if problem is None else PeerLost(link.peer, problem))
-        self._reader.tick(now_ns)
+        self._moves.tick(now_ns)
+        self._fences.tick(now_ns)
         self._mover.serve_until(self._doorkeeper.readers_until_ns(now_ns), now_ns)
 
     def _carry_out(self, plan: Plan) -> None:
         now_ns = self._now_ns()
-        self._reader.take(plan, now_ns)
-        self._peers.send(plan.messages, now_ns)
+        self._moves.take(plan, now_ns)
+        if plan.restart_mover:
+            self._fences.mover_lost()
+        self._fences.take(plan, now_ns)
+        self._peers.send(tuple(map(self._stamped, plan.messages)), now_ns)
         self._reply(plan.replies)
         self._peers.keep_alive(plan.keepalives, now_ns)
         for keepalive in plan.keepalives:
             if keepalive.awaited and isinstance(link := self._peers.link(keepalive.peer, now_ns), str):
                 self._deliver(PeerLost(keepalive.peer, link))  # here ``link`` says why there is none
 
+    def _stamped(self, message: SendMessage) -> SendMessage:
+        """A registration that grants memory says of which epoch that is: it must not outlive our mover."""
+        if not isinstance(message.message, RegisterWrite):
+            return message
+        return SendMessage(message.peer, msgspec.structs.replace(message.message, epoch=self._mover.epoch))
+
     def _wait_ms(self) -> int:
-        times = [t for t in (self._peers.next_ns(), self._reader.next_ns(), self._mover.next_ns()) if t is not None]
+        timed = (self._peers, self._moves, self._fences, self._mover)
+        times = [at for one in timed if (at := one.next_ns()) is not None]
         wait_s = min([_POLL_LIMIT_S, *((t - self._now_ns()) / 1e9 for t in times)])
         return max(0, int(wait_s * 1000) + (1 if wait_s > 0 else 0))
 
@@ -332,11 +369,12 @@ class Control:
         was_ready = self._mover.ready
         ended, died = self._mover.receive()
         for message in ended:
-            self._reader.ended(message, self._now_ns())
+            self._moves.ended(message, self._now_ns())
         if died:
-            self._reader.mover_lost()
+            self._moves.mover_lost()
+            self._fences.mover_lost()
         elif self._mover.ready and not was_ready:
-            self._reader.mover_ready(self._now_ns())
+            self._moves.mover_ready(self._now_ns())
             deferred, self._deferred = self._deferred, []
             for sender, question in deferred:
                 self._answer(sender, question)

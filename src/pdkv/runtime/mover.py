@@ -4,9 +4,9 @@ On CPU pools it is a process: ``python -m pdkv.runtime.mover FD PARENT_PID`` tal
 inherited socket ``FD``, imports neither torch nor transformers, maps the instance's pool and slots from inherited
 descriptors, and dies with its parent. On GPU pools `MoverThread` runs the same `Mover` on a thread.
 
-A READ is moved in slices, round robin between READs, with at most `_UNDER_WAY` of each under way, so that the next is
-there when one ends. Some slices at a time are prepared before the first of them is posted: just after megabytes went
-through the caches every small thing takes several times as long. The lease slot is posted when all data have arrived. A
+A READ or WRITE is moved in slices, round robin, with at most `_UNDER_WAY` of each under way, so that the next is there
+when one ends. Some slices at a time are prepared before the first of them is posted: just after megabytes went through
+the caches every small thing takes several times as long. A READ's lease slot is posted when all data have arrived. A
 handle is reported as ended only when nothing of it can touch the destination any more; one that cannot end (its peer is
 stopped) is not reported at all: the core's deadline then has this process killed.
 """
@@ -30,7 +30,7 @@ import numpy.typing as npt
 from pdkv.runtime.geometry import unlike
 from pdkv.runtime.parent_death import die_with_parent
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, Transport, TransportError
+from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Permit, Slice, Transport, TransportError
 from pdkv.runtime.transports.segments import Mapping
 from pdkv.runtime.wire import (
     Broken,
@@ -50,7 +50,7 @@ from pdkv.runtime.wire import (
 
 log = logging.getLogger("pdkv.mover")
 
-_SERVING_POLL_S = 0.001  # a peer's read needs our help to set its connection up: at most this late
+_SERVING_POLL_S = 0.001  # a peer's transfer needs our help to set its connection up: at most this late
 _IDLE_POLL_S = 0.2
 _UNDER_WAY = 2
 _PREPARED_AHEAD = 8
@@ -60,28 +60,31 @@ _WAITS_S = ((2000, 0.001), (200, 0.0001), (0, 0.0))
 
 
 @dataclass(slots=True)
-class _Read:
-    """One READ: ``slices`` to come, copies that are ``prepared`` and ``posted`` (with their bytes), oldest first.
+class _Move:
+    """One READ or WRITE: ``slices`` to come, copies ``prepared`` and ``posted`` (with their bytes), oldest first.
 
-    ``last`` reads the lease slot; it is posted (``in_slot``) when all data have arrived. ``stop`` says why no further
-    copy is posted; the READ is over when those that were have ended.
+    ``last``, of a READ, reads the lease slot, when all data have arrived. A WRITE has a ``permit`` instead.
+    ``complete``: there is nothing left to post. ``stop`` says why no further copy is posted; it is over when those that
+    were have ended.
     """
 
     handle: int
     peer: str
     started_s: float
     slices: Iterator[Slice]
+    permit: Permit | None = None
     last: Copy | None = None
     prepared: deque[tuple[Copy, int]] = field(default_factory=deque)
     posted: deque[tuple[Copy, int]] = field(default_factory=deque)
-    in_slot: bool = False
+    complete: bool = False
     moved_bytes: int = 0
     stop: str | None = None
 
 
 @dataclass(slots=True)
 class _Peer:
-    mapping: Mapping | None  # from its pool to ours; None: nothing can be read from it, because of ``error``
+    inward: Mapping | None  # from its pool to ours; None: nothing can be moved, because of ``error``
+    outward: Mapping | None = None
     num_slots: int = 0
     error: str = ""
 
@@ -105,7 +108,7 @@ class Mover:
         self._memory = memory
         self._frames = FrameBuffer()
         self._peers: dict[str, _Peer] = {}
-        self._reads: deque[_Read] = deque()
+        self._moves: deque[_Move] = deque()
         self._serve_until_s = 0.0
         self._quiet_rounds = 0
         self._offer = transport.offer
@@ -123,7 +126,7 @@ class Mover:
 
     def _wait_s(self) -> float:
         """How long to wait for a message before looking at the transport again."""
-        if self._reads:
+        if self._moves:
             return next(wait_s for rounds, wait_s in _WAITS_S if self._quiet_rounds >= rounds)
         return _SERVING_POLL_S if time.monotonic() < self._serve_until_s else _IDLE_POLL_S
 
@@ -146,9 +149,9 @@ class Mover:
             case Post():
                 self._begin(message)
             case Cancel():
-                for read in self._reads:
-                    if read.handle == message.handle:
-                        read.stop = read.stop or "cancelled"
+                for move in self._moves:
+                    if move.handle == message.handle:
+                        move.stop = move.stop or "cancelled"
             case Connect():
                 self._connect(message)
             case Forget():
@@ -169,108 +172,117 @@ class Mover:
         except TransportError as error:
             self._peers[message.peer] = _Peer(None, error=str(error))
         else:
-            self._peers[message.peer] = _Peer(Mapping(theirs, ours), message.memory.num_slots)
+            inward, outward = Mapping(theirs, ours), Mapping(ours, theirs)
+            self._peers[message.peer] = _Peer(inward, outward, message.memory.num_slots)
 
     def _begin(self, post: Post) -> None:
-        read = _Read(post.handle, post.peer, time.monotonic(), iter(()))
+        permit = None if post.grant is None else Permit(post.slot, post.grant)
+        move = _Move(post.handle, post.peer, time.monotonic(), iter(()), permit)
         try:
-            read.slices = self._slices(post)
+            move.slices = self._slices(post)
             self._transport.check_peer(post.peer)
-            self._prepare(read)
-            read.last = self._transport.prepare_slot(post.peer, post.slot)
+            self._prepare(move)
+            if permit is None:
+                move.last = self._transport.prepare_slot(post.peer, post.slot)
         except TransportError as error:
-            self._end(read, None, str(error))
+            self._end(move, None, str(error))
         else:
-            self._reads.append(read)
+            self._moves.append(move)
 
     def _slices(self, post: Post) -> Iterator[Slice]:
         """What ``post`` asks for. Raises `TransportError` for what there is not."""
         peer = self._peers.get(post.peer)
         if peer is None:
             raise TransportError(f"peer {post.peer} is not connected")
-        if peer.mapping is None:
+        if peer.inward is None or peer.outward is None:
             raise TransportError(peer.error)
         remote = np.frombuffer(post.remote_blocks, dtype="<i4")
         local = np.frombuffer(post.local_blocks, dtype="<i4")
         if len(remote) != len(local):
             raise TransportError(f"{len(remote)} remote and {len(local)} local blocks")
-        _check_units("remote", remote, "peer", peer.mapping.source_units)
-        _check_units("local", local, "pool", peer.mapping.target_units)
+        _check_units("remote", remote, "peer", peer.inward.source_units)
+        _check_units("local", local, "pool", peer.inward.target_units)
         if not 0 <= post.slot < peer.num_slots:
-            raise TransportError(f"lease slot {post.slot} outside the peer's {peer.num_slots} slots")
-        return peer.mapping.slices(remote, local)
+            raise TransportError(f"slot {post.slot} outside the peer's {peer.num_slots} slots")
+        if post.grant is None:
+            return peer.inward.slices(remote, local)
+        return (part[:, [1, 0, 2]] for part in peer.outward.slices(local, remote))
 
-    def _prepare(self, read: _Read) -> None:
+    def _prepare(self, move: _Move) -> None:
         """Have the next slices ready; none is added when there are no more."""
-        parts = list(islice(read.slices, _PREPARED_AHEAD))
+        parts = list(islice(move.slices, _PREPARED_AHEAD))
         if parts:
             sizes = (int(part[:, 2].sum()) for part in parts)
-            read.prepared.extend(zip(self._transport.prepare(read.peer, parts), sizes, strict=True))
+            move.prepared.extend(zip(self._transport.prepare(move.peer, parts, move.permit), sizes, strict=True))
 
     def _advance_all(self) -> bool:
-        """One step of every READ; True when any of them got further."""
+        """One step of everything that moves; True when any of it got further."""
         moved = False
-        for _ in range(len(self._reads)):
-            read = self._reads.popleft()
-            ended, posted = self._collect(read), self._post_next(read)
+        for _ in range(len(self._moves)):
+            move = self._moves.popleft()
+            ended, posted = self._collect(move), self._post_next(move)
             moved = moved or ended or posted
-            if not self._end_if_over(read):
-                self._reads.append(read)
+            if not self._end_if_over(move):
+                self._moves.append(move)
         return moved
 
-    def _collect(self, read: _Read) -> bool:
+    def _collect(self, move: _Move) -> bool:
         """Take note of what has ended, oldest first; True when something had."""
-        before = len(read.posted)
-        while read.posted:
-            copy, nbytes = read.posted[0]
+        before = len(move.posted)
+        while move.posted:
+            copy, nbytes = move.posted[0]
             try:
                 if not self._transport.done(copy):
                     break
-                read.moved_bytes += nbytes
+                move.moved_bytes += nbytes
             except TransportError as error:  # it has ended, too
-                read.stop = read.stop or str(error)
-            read.posted.popleft()
-        return len(read.posted) < before
+                move.stop = move.stop or str(error)
+            move.posted.popleft()
+        return len(move.posted) < before
 
-    def _post_next(self, read: _Read) -> bool:
+    def _post_next(self, move: _Move) -> bool:
         """Post one more copy if it is time; True when there was one."""
-        if read.stop is not None or len(read.posted) >= _UNDER_WAY:
+        if move.stop is not None or len(move.posted) >= _UNDER_WAY:
             return False
         try:
-            if not read.prepared:
-                self._prepare(read)
-            if read.prepared:
-                copy, nbytes = read.prepared.popleft()
-            elif read.posted or read.in_slot:
+            if not move.prepared:
+                self._prepare(move)
+            if move.prepared:
+                copy, nbytes = move.prepared.popleft()
+            elif move.posted or move.complete:
                 return False
-            else:  # all data are here: this order is what makes the slot's value mean something
-                assert read.last is not None
-                copy, nbytes, read.in_slot = read.last, 0, True
+            else:
+                move.complete = True
+                if move.last is None:
+                    return True
+                copy, nbytes = move.last, 0  # all data are here: this order makes the slot's value mean something
             self._transport.post(copy)
         except TransportError as error:
-            read.stop = str(error)
+            move.stop = str(error)
             return True
-        read.posted.append((copy, nbytes))
-        self._collect(read)  # some transports copy in `post`
+        move.posted.append((copy, nbytes))
+        self._collect(move)  # some transports copy in `post`
         return True
 
-    def _end_if_over(self, read: _Read) -> bool:
-        if read.posted or not (read.in_slot or read.stop is not None):
+    def _end_if_over(self, move: _Move) -> bool:
+        if move.posted or not (move.complete or move.stop is not None):
             return False
-        if read.stop is None:
-            assert read.last is not None
-            self._end(read, self._transport.slot_value(read.last), None)
+        if move.stop is not None:
+            self._end(move, None, move.stop)
+        elif move.last is not None:
+            self._end(move, self._transport.slot_value(move.last), None)
         else:
-            self._end(read, None, read.stop)
+            assert move.permit is not None
+            self._end(move, move.permit.words, None)
         return True
 
-    def _end(self, read: _Read, slot: tuple[int, int] | None, error: str | None) -> None:
+    def _end(self, move: _Move, slot: tuple[int, int] | None, error: str | None) -> None:
         """Report it. Nothing of it is under way any more; what was only prepared is let go."""
         if slot is None:
-            for copy in [*(copy for copy, _ in read.prepared), *filter(None, (read.last,))]:
+            for copy in [*(copy for copy, _ in move.prepared), *filter(None, (move.last,))]:
                 self._transport.discard(copy)
-        seconds = time.monotonic() - read.started_s
-        ended = Ended(handle=read.handle, slot=slot, moved_bytes=read.moved_bytes, seconds=seconds, error=error)
+        seconds = time.monotonic() - move.started_s
+        ended = Ended(handle=move.handle, slot=slot, moved_bytes=move.moved_bytes, seconds=seconds, error=error)
         self._sock.sendall(pack(ended))
 
 

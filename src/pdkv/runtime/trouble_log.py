@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pdkv.core.events import Event, LeaseReleased, LoadFailed, TurnDeclined
+from pdkv.core.events import Event, LeaseReleased, LoadFailed, LoadOverdue, TurnDeclined, WriteFailed
 from pdkv.runtime.shown import REASON_CHARS, quoted, readable
 from pdkv.units import NS_PER_S
 
@@ -47,6 +47,13 @@ class TroubleLog:
                     cause = readable(cause, REASON_CHARS)
                     line = f"the KV of {quoted(event.request_id)} was not loaded: {cause}"
                     self.tell(f"load {cause}", line, now_ns)
+                case LoadOverdue(cause=cause):
+                    line = f"the KV of {quoted(event.request_id)} is overdue: {readable(cause, REASON_CHARS)}"
+                    self.tell("overdue", line, now_ns)
+                case WriteFailed(cause=cause):
+                    cause = readable(cause, REASON_CHARS)
+                    line = f"the KV of {quoted(event.request_id)} was not written to its consumer: {cause}"
+                    self.tell(f"write {cause}", line, now_ns)
                 case TurnDeclined(cause=cause):
                     line = f"the turn before {quoted(event.request_id)} is not read: {readable(cause, REASON_CHARS)}"
                     self.tell("declined", line, now_ns)

@@ -176,6 +176,8 @@ def decode_question(frame: bytes) -> Question | Open:
         raise BadFrame(f"a transfer id of {len(message.transfer_id)} characters")
     if isinstance(message, RegisterWrite):
         _check_peer(message.consumer)
+        if not 0 <= message.epoch < 1 << 62:
+            raise BadFrame(f"a registration of epoch {message.epoch}")
         if message.grant is not None:
             _check_grant(message.grant)
     if isinstance(message, CancelGrant):
@@ -258,7 +260,8 @@ class Post(msgspec.Struct, frozen=True, kw_only=True, tag="post"):
     """Read ``remote_blocks[i]`` into ``local_blocks[i]``, then the lease slot.
 
     Both are little-endian int32: transfer units (`transports.segments`), blocks where both sides' blocks are of one
-    size.
+    size. With a ``grant`` (its two words) the other way: write ``local_blocks[i]`` to ``remote_blocks[i]`` while the
+    slot holds them.
     """
 
     handle: int
@@ -266,6 +269,7 @@ class Post(msgspec.Struct, frozen=True, kw_only=True, tag="post"):
     remote_blocks: bytes
     local_blocks: bytes
     slot: int
+    grant: tuple[int, int] | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -293,7 +297,10 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """Nothing of ``handle`` can touch the destination any more; the fields are those of `core.ports.ReadEnded`."""
+    """Nothing of ``handle`` can touch the destination any more; the fields are those of `core.ports.ReadEnded`.
+
+    ``slot`` of a WRITE that has ended well are the words of its grant.
+    """
 
     handle: int
     slot: tuple[int, int] | None

@@ -17,7 +17,7 @@ from pdkv.runtime.sampler import SamplingParams, TokenLogprobs
 from pdkv.serve.detokenizer import TextStream
 from pdkv.serve.engine import ServedInstance, UpdateLike
 from pdkv.serve.openai import ApiError, Generation
-from pdkv.serve.params import TransferRequest, grant_to_params
+from pdkv.serve.params import TransferRequest, grant_to_params, named
 from pdkv.serve.peer_names import PeerNames
 from pdkv.serve.prompts import Prompts
 
@@ -111,7 +111,7 @@ class Frontend:
         answer_id = f"{base_id}-{uuid.uuid4().hex[:8]}" if len(prompts) > 1 else None
         for prompt_index, prompt in enumerate(prompts):
             max_tokens = self._max_tokens(len(prompt), generation)
-            transfer = generation.transfer(prompt_index)
+            transfer = named(generation.transfer(prompt_index), f"{base_id}-{prompt_index}")
             stop_ids = generation.stop_token_ids
             if not generation.ignore_eos:
                 stop_ids |= frozenset(int(token) for token in model.eos_token_ids)

@@ -18,7 +18,7 @@ LoadFailurePolicy = Literal["recompute", "fail"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 WeightStorage = Literal["auto", "bf16"]
 PrefillFallback = Literal["local", "fail"]
-TransferMode = Literal["pull", "push"]
+TransferMode = Literal["pull", "push", "write"]
 
 DEFAULT_PORT = 8000
 DEFAULT_INSTANCE_TIMEOUT_S = 30.0
@@ -208,7 +208,7 @@ class RouterOptions:
     compute the prompt itself (the answer carries ``x-pdkv-prefill: local``), ``fail`` answers 503 naming P.
     ``instance_timeout_s`` is how long an instance may give no sign of life (an answer, or `/health`) while the router
     waits for it; one that is only busy is waited for without limit. ``transfer_mode`` ``pull`` asks the decode instance
-    when the prefill has ended, ``push`` both at once.
+    when the prefill has ended, ``push`` and ``write`` both at once: D reads what P has announced, or P writes it.
     """
 
     prefill: tuple[str, ...]
@@ -228,7 +228,7 @@ class RouterOptions:
         _host("--host", self.host)
         _port("--port", self.port)
         _one_of("--prefill-fallback", self.prefill_fallback, ("local", "fail"))
-        _one_of("--transfer-mode", self.transfer_mode, ("pull", "push"))
+        _one_of("--transfer-mode", self.transfer_mode, ("pull", "push", "write"))
         _positive("--connect-timeout", self.connect_timeout_s)
         _positive("--instance-timeout", self.instance_timeout_s)
 
@@ -257,7 +257,7 @@ class ServeOptions:
         _host("--host", self.host)
         _port("--port", self.port)
         _one_of("--prefill-fallback", self.prefill_fallback, ("local", "fail"))
-        _one_of("--transfer-mode", self.transfer_mode, ("pull", "push"))
+        _one_of("--transfer-mode", self.transfer_mode, ("pull", "push", "write"))
         _positive("--instance-timeout", self.instance_timeout_s)
         _positive("--start-timeout", self.start_timeout_s)
         _positive("--stop-grace", self.stop_grace_s)

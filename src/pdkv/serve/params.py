@@ -5,15 +5,19 @@ The fields are vLLM's, so existing routers work unchanged; ``pdkv_slot``, ``pdkv
 above 2**53).
 
 In push mode both legs begin at once, so D is not given a lease but told who will announce one: P's side channel, and
-the ``transfer_id`` that P was given too. Whoever knows that id can fetch the KV, so routers draw it at random.
+the ``transfer_id`` that P was given too. Whoever knows that id can fetch the KV, so routers draw it at random. In mode
+``write`` P writes the KV into D's memory; without a ``transfer_id`` the two are matched by their request ids, as vLLM's
+push does (spec pd-transfer 6).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from pdkv.core.transfer.messages import Awaited, Grant, Peer, RemoteSource
 from pdkv.errors import BadRequest
@@ -37,13 +41,16 @@ PREFILL_LEG: dict[str, Any] = {
 """What a router sends to P."""
 
 
-def push_legs(peer: Peer, transfer_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a router sends to P and to D when both begin at once; ``peer`` is P's side channel."""
-    prefill = {**PREFILL_LEG, "transfer_mode": "push", "transfer_id": transfer_id}
+def push_legs(peer: Peer, transfer_id: str, *, mode: str = "push") -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a router sends to P and to D when both begin at once; ``peer`` is P's side channel.
+
+    ``mode``: ``push`` has P announce what D then reads, ``write`` has P write it into D's memory.
+    """
+    prefill = {**PREFILL_LEG, "transfer_mode": mode, "transfer_id": transfer_id}
     decode = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
-        "transfer_mode": "push",
+        "transfer_mode": mode,
         "transfer_id": transfer_id,
         "remote_engine_id": peer.engine_id,
         "remote_host": peer.host,
@@ -56,8 +63,9 @@ def push_legs(peer: Peer, transfer_id: str) -> tuple[dict[str, Any], dict[str, A
 class TransferRequest:
     """What the params of one prompt ask for: keep its KV (``produce``), load it, or neither.
 
-    It is loaded from where it is (``source``), or from where it will be announced (``awaited``). ``transfer_id``, with
-    ``produce``: under which it is announced.
+    It is loaded from where it is (``source``), or from where it will be announced, or written by (``awaited``).
+    ``transfer_id``, with ``produce``: under which that happens. Mode ``write`` may leave the id out, here and in
+    ``awaited``: then it is ``""``, and the request's own id takes its place (`named`).
     """
 
     produce: bool = False
@@ -142,10 +150,24 @@ def parse_params(params: Mapping[str, Any] | None) -> TransferRequest:
         )
     if not decode and not prefill:
         return ORDINARY
-    push = _pushed(params)
+    mode = _mode(params)
     if decode:
-        return TransferRequest(produce=True, transfer_id=_transfer_id(params) if push else None)
-    return TransferRequest(awaited=_awaited(params)) if push else TransferRequest(source=_source(params))
+        return TransferRequest(produce=True, transfer_id=None if mode == "pull" else _transfer_id(params, mode))
+    return (
+        TransferRequest(source=_source(params)) if mode == "pull" else TransferRequest(awaited=_awaited(params, mode))
+    )
+
+
+def named(transfer: TransferRequest, request_id: str) -> TransferRequest:
+    """``transfer`` with the id under which its KV is written; ``request_id`` is without the suffix that each side adds.
+
+    The same on both sides when the router sends both legs with one ``x-request-id``.
+    """
+    if transfer.transfer_id == "":
+        return replace(transfer, transfer_id=request_id)
+    if transfer.awaited is not None and transfer.awaited.transfer_id == "":
+        return replace(transfer, awaited=msgspec.structs.replace(transfer.awaited, transfer_id=request_id))
+    return transfer
 
 
 def offers_in(params: Any) -> list[RemoteSource | Awaited]:
@@ -156,20 +178,22 @@ def offers_in(params: Any) -> list[RemoteSource | Awaited]:
             offer = parse_params(item).offer if isinstance(item, dict) else None
         except BadRequest:  # not a grant
             continue
-        if offer is not None:
+        if offer is not None and not (isinstance(offer, Awaited) and offer.transfer_id == ""):
             offers.append(offer)
     return offers
 
 
-def _pushed(params: Mapping[str, Any]) -> bool:
+def _mode(params: Mapping[str, Any]) -> str:
     mode = params.get("transfer_mode")
-    if mode not in (None, "pull", "push"):
-        raise BadRequest(f"kv_transfer_params.transfer_mode: pull or push, got {readable(repr(mode))}")
-    return bool(mode == "push")
+    if mode not in (None, "pull", "push", "write"):
+        raise BadRequest(f"kv_transfer_params.transfer_mode: pull, push or write, got {readable(repr(mode))}")
+    return mode or "pull"
 
 
-def _transfer_id(params: Mapping[str, Any]) -> str:
+def _transfer_id(params: Mapping[str, Any], mode: str) -> str:
     value = params.get("transfer_id")
+    if value is None and mode == "write":
+        return ""
     if not isinstance(value, str) or _TRANSFER_ID.fullmatch(value) is None:
         raise BadRequest(
             "kv_transfer_params.transfer_id: push needs one of 16 to 256 printable ASCII characters, the same for both "
@@ -178,8 +202,8 @@ def _transfer_id(params: Mapping[str, Any]) -> str:
     return value
 
 
-def _awaited(params: Mapping[str, Any]) -> Awaited:
-    transfer_id, given = _transfer_id(params), _Fields(params)
+def _awaited(params: Mapping[str, Any], mode: str) -> Awaited:
+    transfer_id, given = _transfer_id(params, mode), _Fields(params)
     peer = given.peer()
     if params.get("remote_block_ids") is not None:
         given.problems.append("remote_block_ids (none: they come with the announcement)")
@@ -188,7 +212,7 @@ def _awaited(params: Mapping[str, Any]) -> Awaited:
             "kv_transfer_params: in push mode the decode instance must be told whom to wait for. Missing or malformed: "
             f"{', '.join(given.problems)}. They are the prefill instance's engine_id and side_channel in its /health"
         )
-    return Awaited(peer=peer, transfer_id=transfer_id)
+    return Awaited(peer=peer, transfer_id=transfer_id, write=mode == "write")
 
 
 def _flag(params: Mapping[str, Any], name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Both legs at once (late push): D registers with P, and P announces the prompt's KV to it when it has finished.
+"""Both legs at once: D registers with P, which announces the prompt's KV when it has finished, or writes it.
 
 The router draws a ``transfer_id`` for each attempt, and must tell D before P has answered where P's side
 channel is: each prefill instance's ``/health`` says so, and is asked once a second. Only P's end of a race matters
@@ -21,6 +21,7 @@ from pdkv.core.transfer.messages import Peer
 from pdkv.errors import BadRequest
 from pdkv.serve.backends import Backend
 from pdkv.serve.legs import Call, LegFailed, Legs, PrefillResult
+from pdkv.serve.options import TransferMode
 from pdkv.serve.params import push_legs, side_channel_of
 
 LOG = logging.getLogger("pdkv.router")
@@ -32,8 +33,8 @@ _HEALTH_TIMEOUT_S = 5.0
 class PushLegs:
     """Runs the two legs beside each other. ``keep_learning`` is to run as long as requests come."""
 
-    def __init__(self, legs: Legs, client: httpx.AsyncClient) -> None:
-        self._legs = legs
+    def __init__(self, legs: Legs, client: httpx.AsyncClient, mode: TransferMode) -> None:
+        self._legs, self._mode = legs, mode
         self._client = client
         self._peers: dict[str, Peer] = {}  # side channels of the prefill instances, as they last said, by label
         self._under_way: set[asyncio.Task[PrefillResult]] = set()
@@ -51,7 +52,7 @@ class PushLegs:
 
     async def _race(self, backend: Backend, peer: Peer, call: Call) -> Response:
         """Raises `LegFailed` when P failed before anything of D's answer had come; D's leg has been ended then."""
-        to_prefill, to_decode = push_legs(peer, secrets.token_hex(16))
+        to_prefill, to_decode = push_legs(peer, secrets.token_hex(16), mode=self._mode)
         with self._legs.on_prefill.sending(backend, call.prompt):
             prefill = self._start(self._legs.prefill(backend, call, to_prefill))
             try:

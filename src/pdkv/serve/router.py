@@ -5,9 +5,9 @@ are. When no P can be reached, D computes the prompt itself unless ``prefill_fal
 what a user expects from a router that still has a working instance, and the header ``x-pdkv-prefill: local`` and a
 metric say that it happened. When D cannot be reached, P's lease ends by expiry: only a consumer may end one.
 
-In pull mode D is asked when P has answered, in push mode both are asked at once (`push_legs`). An instance that fails
-before anything of its answer was passed on is replaced by the next of its role. Which instance comes first is
-`placement`'s to say.
+In pull mode D is asked when P has answered, in push and write mode both are asked at once (`push_legs`). An instance
+that fails before anything of its answer was passed on is replaced by the next of its role. Which instance comes first
+is `placement`'s to say.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Router:
         self._on_prefill, self._on_decode = Placement(prefill), Placement(decode)
         self.drains = Drains((self._on_prefill, self._on_decode))
         self._legs = Legs(options, self._client, self._on_prefill, self._on_decode, self._metrics)
-        self._push = PushLegs(self._legs, self._client) if options.transfer_mode == "push" else None
+        mode = options.transfer_mode
+        self._push = PushLegs(self._legs, self._client, mode) if mode != "pull" else None
         self._asking: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:

@@ -119,13 +119,16 @@ class RegisterWrite(msgspec.Struct, frozen=True, tag="register_write", kw_only=T
     """``consumer`` waits for what ``producer`` computes under this id, to be written under ``grant`` (WRITE push).
 
     Repeated until it is answered for good (`Written`, `NotWritten`). Without a grant it waits in its queue, and wants
-    the KV to be kept until it has memory to grant.
+    the KV to be kept until it has memory to grant. ``epoch`` is that of the consumer's memory when this was sent: put
+    in by its control thread, which tells peers the same in handshakes. Nothing is written to memory of another epoch,
+    so a grant does not survive the mover that it was given with.
     """
 
     transfer_id: str
     producer: str
     consumer: Peer
     grant: WriteGrant | None = None
+    epoch: int = 0
 
 
 class CancelGrant(msgspec.Struct, frozen=True, tag="cancel_grant"):

@@ -262,7 +262,8 @@ class Writes:
     def _post(self, write: Write) -> None:
         self._active[write.handle] = write
         remote, local = write.remote.copy(), write.local.copy()
-        self._posts.append(PostWrite(write.handle, write.message.consumer, write.grant, remote, local))
+        message = write.message
+        self._posts.append(PostWrite(write.handle, message.consumer, write.grant, remote, local, message.epoch))
 
     def _find(self, key: GrantKey) -> Write | None:
         return next((write for write in self._active.values() if key_of(write.grant) == key), None)

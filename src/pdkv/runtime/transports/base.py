@@ -39,13 +39,22 @@ class LocalMemory:
     num_slots: int
 
 
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """Under which grant a peer lets us write: the two ``words`` that its slot ``slot`` must hold."""
+
+    slot: int
+    words: tuple[int, int]
+
+
 class Copy(Protocol):
     """One slice, or one lease slot, from `prepare` to its end."""
 
 
 class Transport(Protocol):
-    """One-sided reads. All calls come from one thread. They return at once, but for `post` (one slice at most) and for
-    those that find out about a failure (a second or so, to make sure that nothing lands after they have told it).
+    """One-sided reads and writes. All calls come from one thread. They return at once, but for `post` (one slice at
+    most) and for those that find out about a failure (a second or so, to make sure that nothing lands after they have
+    told it).
     """
 
     @property
@@ -57,7 +66,7 @@ class Transport(Protocol):
         """What peers need to read from here, beyond what the memory files say."""
 
     def connect(self, peer: str, memory: PeerMemory) -> None:
-        """Get ready to read from ``peer``; replaces what was known of it. Raises `TransportError`."""
+        """Get ready to reach ``peer``; replaces what was known of it. Raises `TransportError`."""
 
     def forget(self, peer: str) -> None:
         """Drop what is held for ``peer``; unknown peers are ignored."""
@@ -65,8 +74,11 @@ class Transport(Protocol):
     def check_peer(self, peer: str) -> None:
         """Raise `TransportError` at once when ``peer`` is known to be gone."""
 
-    def prepare(self, peer: str, parts: Sequence[Slice]) -> list[Copy]:
-        """Get ready to copy slices into the pool: all that can be done before. Nothing moves yet."""
+    def prepare(self, peer: str, parts: Sequence[Slice], permit: Permit | None = None) -> list[Copy]:
+        """Get ready to copy slices into the pool: all that can be done before. Nothing moves yet.
+
+        With a ``permit`` from the pool into the peer's; then `post` may raise because the permit is over.
+        """
 
     def prepare_slot(self, peer: str, slot: int) -> Copy:
         """Get ready to read one lease slot into memory that nothing else uses."""

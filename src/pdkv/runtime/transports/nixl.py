@@ -1,4 +1,4 @@
-"""Reads through NIXL with its UCX backend: between hosts, and on one host through the kernel (CMA).
+"""Reads and writes through NIXL with its UCX backend: between hosts, and on one host through the kernel (CMA).
 
 No progress thread: the wrapper starts it with a delay of 0, so it burns a core, and reads were slower with it. The
 mover's loop calls `progress` instead, promptly while somebody may be reading from here. So all of NIXL and UCX runs in
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, TransportError, check_ends
+from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Permit, Slice, TransportError, check_ends
 from pdkv.runtime.transports.nixl_api import Descriptors, descriptors, import_nixl, text
 from pdkv.runtime.wire import MemoryKind, NixlOffer, PeerMemory
 
@@ -59,6 +59,7 @@ class _Flight:
     peer: str
     local: Descriptors
     remote: Descriptors
+    operation: str = "READ"
     local_kind: MemoryKind = "DRAM"
     remote_kind: MemoryKind = "DRAM"
     cell: int | None = None
@@ -76,7 +77,7 @@ class _Agent:
 
 
 class NixlTransport:
-    """One-sided READs over UCX. Raises `TransportError` when NIXL is missing or its agent cannot be made."""
+    """One-sided READs and WRITEs over UCX. Raises `TransportError` when NIXL is missing or its agent cannot be made."""
 
     name = "nixl"
 
@@ -154,8 +155,9 @@ class NixlTransport:
 
     # ------------------------------------------------------------------------------------------------------ copies
 
-    def prepare(self, peer: str, parts: Sequence[Slice]) -> list[Copy]:
+    def prepare(self, peer: str, parts: Sequence[Slice], permit: Permit | None = None) -> list[Copy]:
         self.check_peer(peer)
+        operation = "READ" if permit is None else "WRITE"
         source, pool = self._peers[peer], self._memory.pool
         segments = np.concatenate(parts)
         check_ends(peer, segments, source.pool_bytes, pool.nbytes)
@@ -168,7 +170,8 @@ class NixlTransport:
             for part in parts:
                 rows = slice(at, at + len(part))
                 at += len(part)
-                copies.append(self._make_ready(_Flight(peer, local[rows], remote[rows], pool.kind, offer.pool_kind)))
+                flight = _Flight(peer, local[rows], remote[rows], operation, pool.kind, offer.pool_kind)
+                copies.append(self._make_ready(flight))
         except TransportError:
             for copy in copies:
                 self.discard(copy)
@@ -244,9 +247,9 @@ class NixlTransport:
         try:
             local = api.get_xfer_descs(flight.local, flight.local_kind)
             remote = api.get_xfer_descs(flight.remote, flight.remote_kind)
-            flight.handle = api.initialize_xfer("READ", local, remote, self._peers[flight.peer].offer.agent)
+            flight.handle = api.initialize_xfer(flight.operation, local, remote, self._peers[flight.peer].offer.agent)
         except Exception as error:  # nothing has been posted: no fence is needed
-            raise TransportError(f"{flight.peer}: NIXL refuses the read: {error}") from None
+            raise TransportError(f"{flight.peer}: NIXL refuses the {flight.operation}: {error}") from None
 
     def _submit(self, flight: _Flight) -> None:
         if flight.handle is None:  # the agent for which it was prepared is gone
@@ -271,7 +274,7 @@ class NixlTransport:
             self._release(flight)
             self._over(flight, None)
         elif status != "PROC":
-            self._fence(flight, f"{flight.peer}: the read failed: {status}")
+            self._fence(flight, f"{flight.peer}: the {flight.operation} failed: {status}")
 
     def _over(self, flight: _Flight, error: str | None) -> None:
         flight.over, flight.error, flight.handle = True, error, None

@@ -1,7 +1,8 @@
-"""Reads between processes of one host: map the peer's memory files and copy.
+"""Reads and writes between processes of one host: map the peer's memory files and copy.
 
-The peer does nothing for a read, so it may be busy, stopped, or have lost its mover. Its mapped memory stays valid even
-after it has died; the lease slot, which lies in the same memory, decides whether the data may be used.
+The peer does nothing for a copy, so it may be busy, stopped, or have lost its mover. Its mapped memory stays valid even
+after it has died; the lease slot, which lies in the same memory, decides whether what was read may be used. What may be
+written, and how the peer knows that nothing will be any more, is `transports.grant_locks`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Slice, TransportError, check_ends
+from pdkv.runtime.transports import grant_locks
+from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Permit, Slice, TransportError, check_ends
 from pdkv.runtime.wire import PeerMemory, ShmOffer
 
 _WORD = np.dtype("<u8")
@@ -43,23 +45,29 @@ def shm_offer(pool: SharedMemory, slots: SharedMemory) -> ShmOffer:
 @dataclass(slots=True)
 class _Peer:
     pidfd: int
-    pid: int
     pool: SharedMemory
     slots: SharedMemory
+    memory: PeerMemory
+    offer: ShmOffer
+    target: SharedMemory | None = None  # its pool once more, to write to; mapped when first needed
 
 
 @dataclass(slots=True)
 class _Copy:
-    """``part`` is what to copy into the pool; None for a lease slot, whose ``value`` is there once it was read."""
+    """``part`` is what to copy into the pool, or out of it with a ``permit``.
+
+    None for a lease slot, whose ``value`` is there once it was read.
+    """
 
     peer: str
     part: Slice | None = None
+    permit: Permit | None = None
     slot: int = 0
     value: tuple[int, int] | None = None
 
 
 class ShmTransport:
-    """One-sided reads through mapped memory files. Copies happen inside ``post``: a slice is over when it returns.
+    """One-sided copies through mapped memory files. They happen inside ``post``: a slice is over when it returns.
 
     Raises `TransportError` for a pool that is not host memory.
     """
@@ -93,7 +101,7 @@ class ShmTransport:
         except TransportError:
             os.close(pidfd)
             raise
-        self._peers[peer] = _Peer(pidfd, offer.pid, pool, slots)
+        self._peers[peer] = _Peer(pidfd, pool, slots, memory, offer)
 
     def forget(self, peer: str) -> None:
         known = self._peers.pop(peer, None)
@@ -101,17 +109,22 @@ class ShmTransport:
             os.close(known.pidfd)
             known.pool.close()
             known.slots.close()
+            if known.target is not None:
+                known.target.close()
 
     def check_peer(self, peer: str) -> None:
         known = self._peer(peer)
         if select.select([known.pidfd], [], [], 0)[0]:
-            raise TransportError(f"peer {peer} is gone (process {known.pid} ended)")
+            raise TransportError(f"peer {peer} is gone (process {known.offer.pid} ended)")
 
-    def prepare(self, peer: str, parts: Sequence[Slice]) -> list[Copy]:
-        source = self._peer(peer).pool
+    def prepare(self, peer: str, parts: Sequence[Slice], permit: Permit | None = None) -> list[Copy]:
+        known = self._peer(peer)
         for part in parts:
-            check_ends(peer, part, source.nbytes, self._local.pool.nbytes)
-        return [_Copy(peer, part) for part in parts]
+            check_ends(peer, part, known.pool.nbytes, self._local.pool.nbytes)
+        if permit is not None and known.target is None:
+            offer, nbytes = known.offer, known.memory.geometry.nbytes
+            known.target = _map(peer, offer.pid, offer.pool_fd, offer.pool_inode, nbytes, writable=True)
+        return [_Copy(peer, part, permit) for part in parts]
 
     def prepare_slot(self, peer: str, slot: int) -> Copy:
         return _Copy(peer, slot=slot)
@@ -123,8 +136,17 @@ class ShmTransport:
             words = known.slots.array(_WORD, known.slots.nbytes // _WORD.itemsize)
             copy.value = (int(words[2 * copy.slot]), int(words[2 * copy.slot + 1]))
             return
+        if copy.permit is not None:
+            self._write(known, copy.part, copy.permit)
+            return
         for remote, local, nbytes in copy.part.tolist():
             ctypes.memmove(self._local.pool.address + local, known.pool.address + remote, nbytes)
+
+    def _write(self, known: _Peer, part: Slice, permit: Permit) -> None:
+        assert known.target is not None
+        with grant_locks.writing(known.slots, permit):
+            for remote, local, nbytes in part.tolist():
+                ctypes.memmove(known.target.address + remote, self._local.pool.address + local, nbytes)
 
     def discard(self, copy: Copy) -> None:
         pass
@@ -151,11 +173,11 @@ class ShmTransport:
         return known
 
 
-def _map(peer: str, pid: int, fd: int, inode: int, nbytes: int) -> SharedMemory:
-    """The peer's memory file, read-only; refused when it is not the very file that the peer announced."""
+def _map(peer: str, pid: int, fd: int, inode: int, nbytes: int, *, writable: bool = False) -> SharedMemory:
+    """The peer's memory file; refused when it is not the very file that the peer announced."""
     path = f"/proc/{pid}/fd/{fd}"
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        opened = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     except OSError as error:
         raise TransportError(
             f"peer {peer}: cannot open {path} ({error.strerror}): shared memory needs the same user and the same "
@@ -164,7 +186,7 @@ def _map(peer: str, pid: int, fd: int, inode: int, nbytes: int) -> SharedMemory:
     try:
         if os.fstat(opened).st_ino != inode:
             raise ValueError("another file than the one announced (not the same pid namespace?)")
-        return SharedMemory.attach(opened, nbytes, writable=False)
+        return SharedMemory.attach(opened, nbytes, writable=writable)
     except (OSError, ValueError) as error:
         os.close(opened)
         raise TransportError(f"peer {peer}: {path}: {error}") from error
