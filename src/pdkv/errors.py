@@ -27,6 +27,10 @@ class BadRequest(PdkvError):
     """A request that can never be served as it stands (HTTP 400)."""
 
 
+class RankFailed(PdkvError):
+    """A tensor-parallel rank of an instance has died, or hangs: the instance cannot go on. The text names it."""
+
+
 class FenceLost(PdkvError):
     """A mover could not be ended: what it has under way may still write to the pool, so that memory is lost.
 

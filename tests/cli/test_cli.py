@@ -240,6 +240,17 @@ def test_serve_model_builds_one_pair(monkeypatch: pytest.MonkeyPatch) -> None:
         assert instance.prefix_caching_hash_algo == "sha256_cbor"
 
 
+def test_ranks_of_both_and_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ranks(*arguments: str) -> tuple[int, int]:
+        options = start(monkeypatch, "supervisor", "smollm2", *arguments)
+        return options.prefill.tensor_parallel_size, options.decode.tensor_parallel_size
+
+    assert ranks() == (1, 1)
+    assert ranks("-tp", "3") == (3, 3)
+    assert ranks("--tensor-parallel-size", "2", "--decode-tensor-parallel-size", "4") == (2, 4)
+    assert ranks("--prefill-tensor-parallel-size", "2") == (2, 1)
+
+
 def test_ctrl_c_is_a_request_to_stop_from_the_first_moment_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_options: Any) -> int:
         raise KeyboardInterrupt

@@ -36,7 +36,7 @@ def expected_tokens(plain: torch.nn.Module, prompt: list[int], count: int) -> li
 
 
 def logits_of(executor: Executor, batch: Batch) -> torch.Tensor:
-    return executor._forward(batch, np.flatnonzero(batch.samples))
+    return executor._forward(batch)
 
 
 def test_chunked_prefill_and_decode_equal_generate(pair: tuple[LoadedModel, torch.nn.Module]) -> None:

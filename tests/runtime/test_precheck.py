@@ -47,6 +47,33 @@ def test_a_length_beyond_the_models(directory: Path) -> None:
         check(options(directory, max_model_len=257))
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"tensor_parallel_size": 4},
+            r"model: 6 attention heads do not divide over --tensor-parallel-size 4; possible: 1",
+        ),
+        (
+            {"tensor_parallel_size": 3},
+            r"model: 2 KV heads can neither be divided nor replicated evenly over .*-size 3;",
+        ),
+        ({"tensor_parallel_size": 2, "device": "cuda:0"}, r"CUDA"),
+    ],
+)
+def test_ranks_that_cannot_be_had(directory: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(options(directory, **changes))
+
+
+def test_a_rank_needs_room_for_its_own_heads_only(directory: Path) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 100}))
+    with pytest.raises(DoesNotFit, match=f"needs {17 * 100 * 2 * 16 * 2 * 8 * 4} bytes"):
+        check(options(directory, kv_cache_memory_bytes=2 << 20))
+    check(options(directory, kv_cache_memory_bytes=2 << 20, tensor_parallel_size=2))
+
+
 @pytest.mark.parametrize(("asked", "shorter"), [(None, 32), (256, 32), (100, 32)])
 def test_too_few_blocks_name_the_override_and_how_many(directory: Path, asked: int | None, shorter: int) -> None:
     needed = -(-(asked or 256) // 16)

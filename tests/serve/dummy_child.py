@@ -30,6 +30,7 @@ def behave(options: RouterOptions, reporter: Reporter, sock: socket.socket) -> i
     if behaviour == "hangs":
         time.sleep(600)
     facts = {"pid": os.getpid(), "url": f"http://127.0.0.1:{port}", "model": "m", "transport": "shm", "num_blocks": 7}
+    facts["tensor_parallel_size"] = 1
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         facts["grandchild"] = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid

@@ -82,6 +82,7 @@ class FakeInfo:
     num_blocks: int = 100
     bytes_per_block: int = 1024
     block_size: int = 16
+    tensor_parallel_size: int = 1
     max_model_len: int = 512
     transport: str = "shm"
     side_channel_host: str = "127.0.0.1"

@@ -48,6 +48,7 @@ def test_defaults_are_valid() -> None:
         ({"threads": 0}, "--threads"),
         ({"weight_storage": "int4"}, "--weight-storage"),
         ({"side_channel_host": "tcp://x"}, "--side-channel-host"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size 0: from 1 to 64 ranks"),
         ({"host": "0.0.0.0"}, "--side-channel-host 10"),
         ({"host": "::"}, "--side-channel-host 10"),
         ({"side_channel_host": "0.0.0.0"}, "--side-channel-host 0.0.0.0"),

@@ -24,8 +24,17 @@ def _template(
     weight_storage: Annotated[
         str, typer.Option(help="auto, or bf16: keep float32 weights in half the bytes on a CPU (rounded; faster).")
     ] = "auto",
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel-size",
+            "-tp",
+            metavar="N",
+            help="Processes (ranks) that share an instance's model and KV.",
+        ),
+    ] = 1,
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads of an instance; default: its share of the cores.")
+        int | None, typer.Option(help="CPU threads of an instance, all ranks; default: its share of the cores.")
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="The name the API calls the model.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Recount all memory after every step; verbose log.")] = False,
@@ -49,7 +58,9 @@ def _template(
     kv_cache_memory_bytes: Annotated[
         str | None,
         typer.Option(
-            metavar="BYTES", help="Memory for KV per instance, e.g. 2GiB; instead of a share.", rich_help_panel=_MEMORY
+            metavar="BYTES",
+            help="Memory for KV per instance (per rank), e.g. 2GiB; instead of a share.",
+            rich_help_panel=_MEMORY,
         ),
     ] = None,
     num_gpu_blocks_override: Annotated[

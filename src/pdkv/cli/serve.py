@@ -81,6 +81,12 @@ def pair(
     transfer_mode: Mode = "pull",
     instance_timeout: InstanceTimeout = 30.0,
     log_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Keep the instances' logs here.")] = None,
+    prefill_tensor_parallel_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks of the prefill instance, if not --tensor-parallel-size.")
+    ] = None,
+    decode_tensor_parallel_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks of the decode instance, if not --tensor-parallel-size.")
+    ] = None,
     **options: Any,
 ) -> None:
     """Start a prefill instance, a decode instance and the router; Ctrl-C stops all.
@@ -91,9 +97,18 @@ def pair(
 
     # Two listeners on one host: consecutive ports, or any free ones.
     side_channel = options["side_channel_port"]
-    of_decode = {**options, "side_channel_port": side_channel + 1 if side_channel else 0}
+    ranks = options["tensor_parallel_size"]
+    of_prefill = {
+        **options,
+        "tensor_parallel_size": ranks if prefill_tensor_parallel_size is None else prefill_tensor_parallel_size,
+    }
+    of_decode = {
+        **options,
+        "side_channel_port": side_channel + 1 if side_channel else 0,
+        "tensor_parallel_size": ranks if decode_tensor_parallel_size is None else decode_tensor_parallel_size,
+    }
     serve_options = ServeOptions(
-        prefill=build_instance("prefill", model, host="127.0.0.1", port=0, options=options),
+        prefill=build_instance("prefill", model, host="127.0.0.1", port=0, options=of_prefill),
         decode=build_instance("decode", model, host="127.0.0.1", port=0, options=of_decode),
         host=host,
         port=port,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from pdkv.errors import ConfigError
@@ -117,20 +118,23 @@ def state_cache(
 
 def check_tensor_parallel(spec: ModelSpec, tensor_parallel: int) -> None:
     """Raise ConfigError unless the model's heads can be split or replicated over that many ranks, as vLLM asks."""
-    if spec.attention_heads % tensor_parallel:
-        heads = spec.attention_heads
-        possible = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+    shared = [layer.kv_heads for layer in spec.layers if layer.kv_heads and not layer.replicated]
+    check_heads(spec.name, spec.attention_heads, shared, tensor_parallel)
+
+
+def check_heads(name: str, attention_heads: int, kv_heads: Iterable[int], tensor_parallel: int) -> None:
+    """`check_tensor_parallel` of a model called ``name``, whose layers have ``kv_heads`` KV heads."""
+    if attention_heads % tensor_parallel:
+        possible = ", ".join(str(size) for size in range(1, attention_heads + 1) if attention_heads % size == 0)
         raise ConfigError(
-            f"{spec.name}: {heads} attention heads do not divide over --tensor-parallel-size {tensor_parallel}; "
+            f"{name}: {attention_heads} attention heads do not divide over --tensor-parallel-size {tensor_parallel}; "
             f"possible: {possible}"
         )
-    for layer in spec.layers:
-        if layer.replicated or not layer.kv_heads:
-            continue
-        if max(layer.kv_heads, tensor_parallel) % min(layer.kv_heads, tensor_parallel):
+    for heads in kv_heads:
+        if max(heads, tensor_parallel) % min(heads, tensor_parallel):
             raise ConfigError(
-                f"{spec.name}: {layer.kv_heads} KV heads can neither be divided nor replicated evenly over "
-                f"--tensor-parallel-size {tensor_parallel}"
+                f"{name}: {heads} KV heads can neither be divided nor replicated evenly over "
+                f"--tensor-parallel-size {tensor_parallel}; use a divisor or a multiple of {heads}"
             )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import os
 import socket
 from collections.abc import Callable
 
@@ -30,6 +30,8 @@ from pdkv.runtime.kv_pool import KvPool, SharedMemory
 from pdkv.runtime.models.loader import LoadedModel, load_model
 from pdkv.runtime.precheck import check, longest_asked, no_cuda, pool_capacity
 from pdkv.runtime.profiler import MemoryBaseline, MemoryProfile, ProfileLimits, determine_available_memory
+from pdkv.runtime.ranks.processes import RankProcesses
+from pdkv.runtime.ranks.start import profile_of, rank_threads, start_ranks, together
 from pdkv.runtime.secret_file import transfer_secret
 from pdkv.runtime.settings import InstanceSettings, engine_config
 from pdkv.runtime.transports.base import SLOT_BYTES
@@ -53,24 +55,36 @@ def start_instance(
     available_transport(settings.transport, "VRAM" if device.startswith("cuda") else "DRAM")
     hash_function = block_hash(settings.prefix_caching_hash_algo)
     files = check(settings)
-    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     baseline = MemoryBaseline.take(device)
-    say(f"loading {settings.model} ...")
-    model = load_model(files, device, settings.dtype, settings.weight_storage)
-    say(f"loaded {model.name}: {format_bytes(model.weights_bytes)} of weights in {model.dtype} on {model.device}")
-    layout = model_layout(model, settings.block_size)
-    profile, capacity = plan_memory(settings, model, baseline, layout)
-    for line in (*profile.lines(), *capacity_lines(capacity, settings.block_size)):
-        say(line)
-    info = instance_info(settings, model, profile, capacity)
-    config = engine_config(settings, capacity.num_blocks, capacity.max_model_len)
-    memory = allocate(model, capacity, settings.block_size)
-    try:
-        return _assemble(settings, model, memory, info, config, hash_function, on_events)
-    except BaseException as error:
-        if not isinstance(error, FenceLost):
-            memory.close()
-        raise
+    ranks = start_ranks(settings, files, device, baseline)
+    with contextlib.ExitStack() as on_error:
+        if ranks is not None:
+            on_error.callback(ranks.close)
+        torch.set_num_threads(rank_threads(settings))
+        say(f"loading {settings.model} ...")
+        group = None if ranks is None else ranks.group
+        with together(ranks):
+            model = load_model(files, device, settings.dtype, settings.weight_storage, group)
+        each = "" if ranks is None else f" on each of {model.ranks} tensor-parallel ranks"
+        weights = format_bytes(model.weights_bytes)
+        say(f"loaded {model.name}: {weights} of weights{each} in {model.dtype} on {model.device}")
+        layout = model_layout(model, settings.block_size)
+        profile, capacity = plan_memory(settings, model, baseline, layout, ranks)
+        for line in (*profile.lines(), *capacity_lines(capacity, settings.block_size)):
+            say(line)
+        info = instance_info(settings, model, profile, capacity)
+        config = engine_config(settings, capacity.num_blocks, capacity.max_model_len)
+        memory = allocate(model, capacity, settings.block_size)
+        try:
+            if ranks is not None:
+                ranks.make_pools(memory.pool)
+            instance = _assemble(settings, model, memory, info, config, hash_function, on_events, ranks)
+        except BaseException as error:
+            if not isinstance(error, FenceLost):
+                memory.close()
+            raise
+        on_error.pop_all()
+        return instance
 
 
 def choose_device(device: str) -> str:
@@ -93,15 +107,23 @@ def choose_device(device: str) -> str:
 
 def model_layout(model: LoadedModel, block_size: int) -> RankLayout:
     """Pages of the loaded model's layers, in the dtype it runs in."""
-    layer = LayerSpec(LayerKind.FULL_ATTENTION, model.kv_heads, model.head_dim, model.head_dim)
+    layer = LayerSpec(LayerKind.FULL_ATTENTION, model.total_kv_heads, model.head_dim, model.head_dim)
     dtype = resolve_kv_dtype("auto", str(model.dtype).removeprefix("torch."))
-    return group_layers((layer,) * model.num_layers, block_size=block_size, dtype=dtype)
+    layers = (layer,) * model.num_layers
+    return group_layers(layers, block_size=block_size, dtype=dtype, tensor_parallel=model.ranks)
 
 
 def plan_memory(
-    settings: InstanceSettings, model: LoadedModel, baseline: MemoryBaseline, layout: RankLayout
+    settings: InstanceSettings,
+    model: LoadedModel,
+    baseline: MemoryBaseline,
+    layout: RankLayout,
+    ranks: RankProcesses | None = None,
 ) -> tuple[MemoryProfile, Capacity]:
-    """How many bytes there are for KV, and what they hold. Raises `DoesNotFit` when not even one request fits."""
+    """How many bytes there are for KV on rank 0, and what the ranks hold, of which the poorest decides.
+
+    Raises `DoesNotFit` when not even one request fits.
+    """
     longest = longest_asked(settings, model.max_model_len, model.name)
     limits = ProfileLimits(
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -110,24 +132,33 @@ def plan_memory(
         block_size=settings.block_size,
         bytes_per_block=layout.bytes_per_block,
     )
-    profile = determine_available_memory(
-        model,
-        baseline,
-        limits,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
-        share=settings.memory_share,
-    )
-    return profile, pool_capacity(settings, layout, profile.available_kv_bytes, longest)
+    if ranks is not None:
+        ranks.begin_profile(profile_of(settings, limits))
+    with together(ranks):
+        profile = determine_available_memory(
+            model,
+            baseline,
+            limits,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+            share=settings.memory_share,
+            ranks_here=model.ranks,
+        )
+    others = [] if ranks is None else [rank.available_kv_bytes for rank in ranks.measured()]
+    return profile, pool_capacity(settings, layout, [profile.available_kv_bytes, *others], longest)
 
 
 def capacity_lines(capacity: Capacity, block_size: int) -> list[str]:
     """What the pool holds, for the start-up log (vLLM's line, then blocks)."""
+    ranks = capacity.available_per_rank
+    each = "" if len(ranks) == 1 else f" on each of {len(ranks)} tensor-parallel ranks"
+    per_rank = ", ".join(f"rank {rank} {format_bytes(count)}" for rank, count in enumerate(ranks))
     return [
+        *([f"KV cache memory: {per_rank}; the least decides"] if each else []),
         f"KV cache size: {capacity.kv_cache_size_tokens:,} tokens, Maximum concurrency for "
         f"{capacity.max_model_len:,} tokens per request: {capacity.max_concurrency:.2f}x",
         f"{capacity.num_blocks} blocks of {block_size} tokens ({capacity.usable_blocks} usable, one is the null "
-        f"block), {capacity.bytes_per_block} bytes each",
+        f"block), {capacity.bytes_per_block} bytes each{each}",
     ]
 
 
@@ -167,9 +198,10 @@ def allocate(model: LoadedModel, capacity: Capacity, block_size: int) -> Instanc
         model.head_dim,
         model.dtype,
         str(model.device),
+        ranks=model.ranks,
     )
     assert pool.bytes_per_block == capacity.bytes_per_block, "layout and pool disagree about a block's bytes"
-    return InstanceMemory(pool, model.kv_heads)
+    return InstanceMemory(pool, model.total_kv_heads)
 
 
 def _assemble(
@@ -180,8 +212,9 @@ def _assemble(
     config: EngineConfig,
     hash_function: HashFunction,
     on_events: Callable[[tuple[Event, ...]], None] | None,
+    ranks: RankProcesses | None,
 ) -> Instance:
-    """Engine, control thread and instance on ``memory``, running. It is given back by `Instance.close`."""
+    """Engine, control thread and instance on ``memory``, running; `Instance.close` gives it back and ends ``ranks``."""
     nonce, secret = new_boot_secret()
     identity = Identity(engine_id=info.engine_id, nonce=nonce, secret=secret)
     engine = Engine(config, identity, memory.slot_array, hash_function=hash_function)
@@ -200,7 +233,7 @@ def _assemble(
     )
     instance = Instance(
         engine,
-        Executor(model, memory.pool),
+        Executor(model, memory.pool, ranks),
         control,
         info,
         on_events=on_events,
@@ -217,6 +250,8 @@ def _assemble(
     if here is not None and isinstance(memory.pool.memory, SharedMemory):
         engine.accept_writes(Peer(info.engine_id, here, control.port))
     instance.start()
+    if ranks is not None:
+        ranks.watch(instance.fail)
     return instance
 
 
@@ -240,6 +275,7 @@ def instance_info(
         num_blocks=capacity.num_blocks,
         bytes_per_block=capacity.bytes_per_block,
         block_size=settings.block_size,
+        tensor_parallel_size=model.ranks,
         max_model_len=capacity.max_model_len,
         transport=settings.transport,
         side_channel_host=settings.side_channel_host or settings.host,
@@ -256,6 +292,6 @@ def peer_facts(model: LoadedModel) -> dict[str, str]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv dtype": str(model.dtype).removeprefix("torch."),
         "layers": str(model.num_layers),
-        "kv heads": str(model.kv_heads),
+        "kv heads": str(model.total_kv_heads),
         "head dim": str(model.head_dim),
     }

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from pdkv.core.ports import Batch, Int32Array, Outputs
-from pdkv.errors import ConfigError
-from pdkv.runtime.attention import STEP_KWARG, build_step
-from pdkv.runtime.kernels import native
 from pdkv.runtime.kv_pool import KvPool
 from pdkv.runtime.models.loader import LoadedModel
+from pdkv.runtime.ranks.processes import RankProcesses
+from pdkv.runtime.runner import Runner
 from pdkv.runtime.sampler import SamplingParams, SamplingState, TokenLogprobs, sample
 
 
@@ -25,29 +25,15 @@ class StepResult:
 
 
 class Executor:
-    """One model on one KV pool. Not thread-safe: the engine's thread owns it."""
+    """One model on one KV pool, or rank 0 of several ranks. Not thread-safe: the engine's thread owns it."""
 
-    def __init__(self, model: LoadedModel, pool: KvPool) -> None:
-        """Raises ConfigError when the pool's shape or device is not the model's."""
-        have = (pool.num_layers, pool.kv_heads, pool.head_dim, pool.tensor.device)
-        need = (model.num_layers, model.kv_heads, model.head_dim, model.device)
-        if have != need:
-            raise ConfigError(
-                f"KV pool is {have} (layers, kv_heads, head_dim, device), model {model.name} needs {need}"
-            )
+    def __init__(self, model: LoadedModel, pool: KvPool, ranks: RankProcesses | None = None) -> None:
+        """Takes the other ``ranks`` over, which follow. Raises ConfigError when the pool is not the model's."""
         self.model = model
         self.pool = pool
-        self._kernels = self._find_kernels()
+        self._runner = Runner(model, pool)
+        self._ranks = ranks
         self._states: dict[str, SamplingState] = {}
-
-    def _find_kernels(self) -> native.Native | None:
-        """The C kernels, where they serve this model on this pool."""
-        model, pool = self.model, self.pool.tensor
-        if pool.device.type != "cpu" or model.dtype != torch.float32:
-            return None
-        kernels = native.load()
-        served = kernels is not None and kernels.can_decode(model.heads, model.kv_heads, model.head_dim, pool.dtype)
-        return kernels if served else None
 
     def add_request(
         self,
@@ -75,18 +61,19 @@ class Executor:
         """Run one forward pass and sample where ``batch.samples``. Returns tokens int32[len(batch)], 0 elsewhere.
 
         Every row's request must have been added. A request's outputs are remembered across preemption: the rows that
-        recompute them do not sample.
+        recompute them do not sample. Raises RankFailed when another rank has died or hangs.
 
         When it returns, all K/V of the batch are in the pool, on a GPU too: the engine then frees, grants and refills
-        blocks, and the mover reads and writes them without a thought for CUDA's streams.
+        blocks, and the mover reads and writes them without a thought for CUDA's streams. (So are those of other ranks:
+        each writes a layer's K/V before it adds to the sum that ends the layer.)
         """
         tokens = np.zeros(len(batch), np.int32)
         if len(batch) == 0:
             return StepResult(Outputs(tokens), {})
         rows = np.flatnonzero(batch.samples)
-        logits = self._forward(batch, rows)
+        logits = self._forward(self._known(batch))
         if len(rows) == 0:
-            self._finish()
+            self._runner.finish()  # a step that samples has waited: its tokens came to the host in stream order
             return StepResult(Outputs(tokens), {})
         ids = [batch.request_ids[i] for i in rows]
         with torch.inference_mode():
@@ -94,32 +81,25 @@ class Executor:
         tokens[rows] = sampled
         return StepResult(Outputs(tokens), {i: lp for i, lp in zip(ids, logprobs, strict=True) if lp is not None})
 
-    def _finish(self) -> None:
-        """Wait for the device. A step that samples has waited already: its tokens came to the host in stream order."""
-        if self.model.device.type == "cuda":
-            torch.cuda.current_stream(self.model.device).synchronize()
+    def close(self) -> None:
+        """End the other ranks; a forward pass that still waits for them fails."""
+        if self._ranks is not None:
+            self._ranks.close()
 
-    @torch.inference_mode()
-    def _forward(self, batch: Batch, rows: np.ndarray[tuple[int], np.dtype[np.intp]]) -> torch.Tensor:
-        """Logits [len(rows), vocab] behind the last token of each of ``rows``; writes the batch's K/V to the pool."""
-        device = self.model.device
-        step = build_step(batch, self.pool, self._kernels)
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """`Runner.forward` on all ranks."""
+        if self._ranks is None:
+            return self._runner.forward(batch)
+        self._ranks.step(batch)
+        with self._ranks.explained():
+            return self._runner.forward(batch)
+
+    def _known(self, batch: Batch) -> Batch:
+        """``batch`` with the tokens filled in that an earlier batch sampled."""
+        if not batch.pending.any():
+            return batch
+        tokens = batch.tokens.copy()
         last = np.cumsum(batch.num_scheduled, dtype=np.int64) - 1
-        output = self.model.model(
-            torch.from_numpy(self._input_tokens(batch, last)).to(device)[None],
-            position_ids=step.position_ids,
-            use_cache=False,
-            logits_to_keep=torch.from_numpy(last[rows]).to(device),
-            **{STEP_KWARG: step},
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits
-
-    def _input_tokens(
-        self, batch: Batch, last: np.ndarray[tuple[int], np.dtype[np.int64]]
-    ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """The batch's tokens int64[T], with the tokens filled in that an earlier batch sampled."""
-        tokens = batch.tokens.astype(np.int64)
         for i in np.flatnonzero(batch.pending):
             tokens[last[i]] = self._states[batch.request_ids[i]].output[-1]
-        return tokens
+        return dataclasses.replace(batch, tokens=tokens, pending=np.zeros_like(batch.pending))

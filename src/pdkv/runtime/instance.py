@@ -35,7 +35,8 @@ _STOP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceInfo:
-    """Facts of a started instance that never change. Bytes are per rank; ``transport`` is what moves KV.
+    """Facts of a started instance that never change. Bytes are per rank (of ``tensor_parallel_size``); ``transport``
+    is what moves KV.
 
     ``without_nixl`` says why that is not NIXL, where NIXL was tried and could not start.
     """
@@ -46,6 +47,7 @@ class InstanceInfo:
     num_blocks: int
     bytes_per_block: int
     block_size: int
+    tensor_parallel_size: int
     max_model_len: int
     transport: str
     side_channel_host: str
@@ -183,7 +185,7 @@ class Instance:
         return Stats(running, waiting, loading, self.control.stats())
 
     def close(self) -> None:
-        """Stop both threads and the mover, end what is being served, give the memory back.
+        """Stop both threads, the other ranks and the mover, end what is being served, give the memory back.
 
         Raises `FenceLost`, and keeps the memory, when something may still write to it.
         """
@@ -192,6 +194,7 @@ class Instance:
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join(_STOP_TIMEOUT_S)
+        self.executor.close()
         try:
             self.control.close()
         finally:

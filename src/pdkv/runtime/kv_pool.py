@@ -70,7 +70,7 @@ class KvPool:
             raise ConfigError(
                 f"a KV pool needs at least 2 blocks (one is the null block) and positive dimensions; asked for {shape}"
             )
-        nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = cls.nbytes_of(shape, dtype)
         if torch.device(device).type == "cpu":
             memory = SharedMemory(ranks * nbytes)
             return cls(_part(memory, 0, shape, dtype), memory, ranks)
@@ -92,10 +92,15 @@ class KvPool:
 
         ``shape`` is that of the tensor. Raises ValueError when the memory is not that of ``ranks`` such parts.
         """
-        nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = cls.nbytes_of(shape, dtype)
         if memory.nbytes != ranks * nbytes:
             raise ValueError(f"a KV pool of {memory.nbytes} bytes is not one of {ranks} ranks with {nbytes} bytes each")
         return cls(_part(memory, rank, shape, dtype), memory, ranks)
+
+    @staticmethod
+    def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Bytes of one rank's tensor of that shape."""
+        return math.prod(shape) * dtype.itemsize
 
     def close(self) -> None:
         """Let the memory go (the tensor must not be used afterwards)."""
@@ -105,5 +110,5 @@ class KvPool:
 
 def _part(memory: SharedMemory, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """The tensor of one rank."""
-    nbytes = math.prod(shape) * dtype.itemsize
+    nbytes = KvPool.nbytes_of(shape, dtype)
     return torch.from_numpy(memory.array(np.uint8, (nbytes,), rank * nbytes)).view(dtype).view(shape)

@@ -6,9 +6,8 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
-import pdkv
+from pdkv.runtime.child_process import environment
 from pdkv.runtime.mover_channel import MoverChannel
 from pdkv.runtime.wire import Start
 
@@ -20,14 +19,12 @@ class MoverProcess(MoverChannel):
 
     def __init__(self, start: Start) -> None:
         ours, theirs = socket.socketpair()
-        root = str(Path(pdkv.__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pdkv.runtime.mover", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=(theirs.fileno(), start.pool_fd, start.slots_fd),
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},  # it computes nothing
+                env=environment(OPENBLAS_NUM_THREADS="1"),  # it computes nothing
             )
         except BaseException:
             ours.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from pdkv.errors import ConfigError, DoesNotFit, PdkvError
 from pdkv.layout.capacity import Capacity, size_pool
 from pdkv.layout.dtypes import resolve_kv_dtype
 from pdkv.layout.groups import RankLayout, group_layers
+from pdkv.layout.pages import check_tensor_parallel
 from pdkv.models.families import spec_from_config
 from pdkv.models.fields import text_config
-from pdkv.models.spec import LayerKind, LayerSpec
+from pdkv.models.spec import LayerKind, LayerSpec, ModelSpec
 from pdkv.runtime.models.files import ModelFiles, resolve_model
 from pdkv.runtime.secret_file import transfer_secret
 from pdkv.runtime.settings import InstanceSettings, engine_config
@@ -39,6 +40,7 @@ def check(settings: InstanceSettings) -> ModelFiles:
     engine_config(settings, num_blocks=2, max_model_len=2)  # for what does not depend on the model
     files = resolve_model(settings.model)
     config = read_config(files.directory / "config.json")
+    _check_ranks(settings, config, files.name)
     limit = _positions(config)
     if limit is None:
         return files
@@ -47,7 +49,7 @@ def check(settings: InstanceSettings) -> ModelFiles:
         _check_ram(settings)
         layout = _smallest_layout(settings, config, files.name)
         if layout is not None:
-            pool_capacity(settings, layout, settings.kv_cache_memory_bytes or 1, longest)
+            pool_capacity(settings, layout, [settings.kv_cache_memory_bytes or 1], longest)
     return files
 
 
@@ -79,16 +81,18 @@ def longest_asked(settings: InstanceSettings, limit: int, name: str) -> int:
     return asked if isinstance(asked, int) else limit
 
 
-def pool_capacity(settings: InstanceSettings, layout: RankLayout, available_bytes: int, longest: int) -> Capacity:
-    """What a pool of ``available_bytes`` (or of ``--num-gpu-blocks-override`` blocks) holds.
+def pool_capacity(
+    settings: InstanceSettings, layout: RankLayout, available_bytes: Sequence[int], longest: int
+) -> Capacity:
+    """What the pool holds whose ranks have ``available_bytes`` (or ``--num-gpu-blocks-override`` blocks) each.
 
     Raises `DoesNotFit`, naming the option that decided, when no request of ``longest`` tokens fits (under ``auto``:
     not even one of a token).
     """
     override = settings.num_gpu_blocks_override
     capacity = size_pool(
-        [layout],
-        [available_bytes],
+        [layout] * len(available_bytes),
+        available_bytes,
         max_model_len=None if settings.max_model_len == "auto" else longest,
         model_limit=longest,
         num_blocks_override=override,
@@ -115,21 +119,50 @@ def _check_device(device: str) -> None:
         raise ConfigError(no_cuda(device, version))
 
 
+def _check_ranks(settings: InstanceSettings, config: Mapping[str, Any], name: str) -> None:
+    """Refuse a number of tensor-parallel ranks that this model's heads, or the device, cannot have."""
+    ranks = settings.tensor_parallel_size
+    if ranks == 1:
+        return
+    if settings.device.partition(":")[0] == "cuda":
+        raise ConfigError(no_ranks_on_cuda(ranks))
+    spec = _spec(config, name)
+    if spec is not None:
+        check_tensor_parallel(spec, ranks)
+
+
+def no_ranks_on_cuda(ranks: int) -> str:
+    """The text for several ranks on GPUs."""
+    return (
+        f"--tensor-parallel-size {ranks} on CUDA: one process moves an instance's KV, and it cannot reach the pools "
+        "that the other ranks have on other GPUs; use --tensor-parallel-size 1, or --device cpu"
+    )
+
+
+def _spec(config: Mapping[str, Any], name: str) -> ModelSpec | None:
+    """The model's layers; None where that is the loader's to say, who has the words for odd values."""
+    try:
+        return spec_from_config(config, name=name)
+    except (PdkvError, ValueError, TypeError, KeyError):
+        return None
+
+
 def _check_ram(settings: InstanceSettings) -> None:
     """Refuse a KV cache that no emptying of the machine could make room for; the profile compares with what is free."""
     asked = settings.kv_cache_memory_bytes
     if asked is None or settings.num_gpu_blocks_override is not None or not _surely_cpu(settings.device):
         return
-    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if asked > ram:
-        raise DoesNotFit(too_large_a_cache(asked, f"{format_bytes(ram)} of RAM that this machine has"))
+    ram, ranks = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), settings.tensor_parallel_size
+    if ranks * asked > ram:
+        raise DoesNotFit(too_large_a_cache(asked, f"{format_bytes(ram)} of RAM that this machine has", ranks))
 
 
-def too_large_a_cache(asked: int, there: str) -> str:
-    """The text for ``--kv-cache-memory-bytes`` beyond what is ``there`` (bytes of what, where)."""
+def too_large_a_cache(asked: int, there: str, ranks: int = 1) -> str:
+    """The text for ``--kv-cache-memory-bytes``, of each rank, beyond what is ``there`` (bytes of what, where)."""
+    each = "" if ranks == 1 else f" on each of {ranks} ranks"
     return (
-        f"a KV cache of {format_bytes(asked)} is more than the {there}; lower --kv-cache-memory-bytes, or leave it out "
-        "to have the size measured"
+        f"a KV cache of {format_bytes(asked)}{each} is more than the {there}; lower --kv-cache-memory-bytes, or leave "
+        "it out to have the size measured"
     )
 
 
@@ -144,10 +177,10 @@ def _smallest_layout(settings: InstanceSettings, config: Mapping[str, Any], name
 
     None for other models: whether they run at all is the loader's to say.
     """
-    try:
-        layers = spec_from_config(config, name=name).layers
-    except (PdkvError, ValueError, TypeError, KeyError):  # odd values: the loader has the words for them
+    spec = _spec(config, name)
+    if spec is None:
         return None
+    layers = spec.layers
     shapes = {(layer.kind, layer.kv_heads, layer.head_dim, layer.head_dim_v) for layer in layers}
     if len(shapes) != 1 or layers[0].kind is not LayerKind.FULL_ATTENTION:
         return None
@@ -155,7 +188,12 @@ def _smallest_layout(settings: InstanceSettings, config: Mapping[str, Any], name
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "float32" if _surely_cpu(settings.device) else "bfloat16"
-    return group_layers((layer,) * len(layers), block_size=settings.block_size, dtype=resolve_kv_dtype("auto", dtype))
+    return group_layers(
+        (layer,) * len(layers),
+        block_size=settings.block_size,
+        dtype=resolve_kv_dtype("auto", dtype),
+        tensor_parallel=settings.tensor_parallel_size,
+    )
 
 
 def _surely_cpu(device: str) -> bool:

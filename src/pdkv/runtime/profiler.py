@@ -114,12 +114,14 @@ def determine_available_memory(
     gpu_memory_utilization: float | None = None,
     kv_cache_memory_bytes: int | None = None,
     share: float = 1.0,
+    ranks_here: int = 1,
 ) -> MemoryProfile:
     """Profile ``model`` and decide the KV bytes.
 
     ``gpu_memory_utilization`` in (0, 1] governs CPU memory too (`DEFAULT_UTILIZATION` when None). ``share`` in (0, 1]
-    divides it between instances on one device: give 0.5 to each of P and D. ``kv_cache_memory_bytes`` overrides the
-    result, as in vLLM; it must fit what is free. Raises ConfigError for bad settings, DoesNotFit with the numbers.
+    divides it between instances on one device: give 0.5 to each of P and D; ``ranks_here`` tensor-parallel ranks on one
+    device (a CPU) divide it again, and all must measure at once. ``kv_cache_memory_bytes`` overrides the result, as in
+    vLLM, of each rank; it must fit what is free. Raises ConfigError for bad settings, DoesNotFit with the numbers.
     """
     kind = baseline.device.type
     utilization = DEFAULT_UTILIZATION[kind] if gpu_memory_utilization is None else gpu_memory_utilization
@@ -128,6 +130,7 @@ def determine_available_memory(
             raise ConfigError(f"{name} must be above 0 and at most 1; got {value}")
     if kv_cache_memory_bytes is not None and kv_cache_memory_bytes <= 0:
         raise ConfigError(f"--kv-cache-memory-bytes must be positive; got {kv_cache_memory_bytes}")
+    share /= ranks_here
     base = baseline.total_bytes if kind == "cuda" else baseline.free_bytes
     requested = math.ceil(base * utilization * share)
     if kind == "cuda":
@@ -167,7 +170,7 @@ def determine_available_memory(
         share=share,
         basis=basis,
     )
-    _check(profile, free_now)
+    _check(profile, free_now, ranks_here)
     return profile
 
 
@@ -181,7 +184,7 @@ def require_free(baseline: MemoryBaseline, requested: int, utilization: float) -
         )
 
 
-def _check(profile: MemoryProfile, free_now: int) -> None:
+def _check(profile: MemoryProfile, free_now: int, ranks_here: int) -> None:
     if profile.available_kv_bytes <= 0:
         raise DoesNotFit(
             f"no memory is left for the KV cache on {profile.device}: requested "
@@ -190,10 +193,10 @@ def _check(profile: MemoryProfile, free_now: int) -> None:
             f"{format_bytes(profile.activation_bytes)} and the runtime {format_bytes(profile.non_torch_bytes)}; raise "
             f"--gpu-memory-utilization, set --kv-cache-memory-bytes, or lower --max-num-batched-tokens"
         )
-    if profile.available_kv_bytes > free_now:
+    if ranks_here * profile.available_kv_bytes > free_now:
         free = f"{format_bytes(free_now)} free on {profile.device}"
         if profile.basis == "given":
-            raise DoesNotFit(too_large_a_cache(profile.available_kv_bytes, free))
+            raise DoesNotFit(too_large_a_cache(profile.available_kv_bytes, free, ranks_here))
         raise DoesNotFit(
             f"a KV cache of {format_bytes(profile.available_kv_bytes)} is more than the {free}; lower "
             f"--gpu-memory-utilization (now {profile.utilization:g}) or set --kv-cache-memory-bytes"

@@ -79,6 +79,7 @@ def ready_facts(info: Any, url: str) -> dict[str, Any]:
         "num_blocks": info.num_blocks,
         "block_size": info.block_size,
         "bytes_per_block": info.bytes_per_block,
+        "tensor_parallel_size": info.tensor_parallel_size,
         "max_model_len": info.max_model_len,
         "side_channel": f"{info.side_channel_host}:{info.side_channel_port}",
     }
@@ -86,9 +87,10 @@ def ready_facts(info: Any, url: str) -> dict[str, Any]:
 
 def ready_line(facts: dict[str, Any]) -> str:
     """One line for people and scripts."""
+    ranks = facts["tensor_parallel_size"]
     return (
         f"pdkv {facts['role']} ready: {facts['url']} model={facts['model']} transport={facts['transport']} "
-        f"blocks={facts['num_blocks']} side_channel={facts['side_channel']}"
+        f"blocks={facts['num_blocks']}{f' ranks={ranks}' if ranks > 1 else ''} side_channel={facts['side_channel']}"
     )
 
 

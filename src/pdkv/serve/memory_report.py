@@ -10,7 +10,8 @@ from pdkv.units import NS_PER_S
 
 
 def memory_report(info: InfoLike, view: MemoryView, now_ns: int) -> dict[str, Any]:
-    """One entry of ``instances``; ``accounts`` sum to ``num_blocks``.
+    """One entry of ``instances``; ``accounts`` sum to ``num_blocks``. ``bytes_per_block`` are those of one rank, of
+    ``tensor_parallel_size``: each has ``num_blocks`` of them.
 
     ``since_s`` is how long ago a holder began, ``deadline_s`` how long it may still hold: null where nothing bounds it
     but its own end, negative when the deadline has passed and is being dealt with. ``awaiting`` are requests without
@@ -24,6 +25,7 @@ def memory_report(info: InfoLike, view: MemoryView, now_ns: int) -> dict[str, An
         "num_blocks": view.num_blocks,
         "block_size": view.block_size,
         "bytes_per_block": info.bytes_per_block,
+        "tensor_parallel_size": info.tensor_parallel_size,
         "accounts": dict(view.accounts),
         "peaks": dict(view.peaks),
         "holders": [

@@ -21,6 +21,7 @@ PrefillFallback = Literal["local", "fail"]
 TransferMode = Literal["pull", "push", "write"]
 
 DEFAULT_PORT = 8000
+MAX_RANKS = 64
 DEFAULT_INSTANCE_TIMEOUT_S = 30.0
 
 
@@ -119,6 +120,7 @@ class InstanceOptions:
     device: str = "auto"
     dtype: Dtype = "auto"
     weight_storage: WeightStorage = "auto"
+    tensor_parallel_size: int = 1
     max_model_len: int | Literal["auto"] | None = None
     block_size: int = 16
     gpu_memory_utilization: float | None = None
@@ -158,6 +160,8 @@ class InstanceOptions:
         _require(device_ok, f"--device {self.device}: use auto, cpu, cuda or cuda:N")
         _one_of("--dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _one_of("--weight-storage", self.weight_storage, ("auto", "bf16"))
+        ranks = self.tensor_parallel_size
+        _require(1 <= ranks <= MAX_RANKS, f"--tensor-parallel-size {ranks}: from 1 to {MAX_RANKS} ranks")
         if self.max_model_len is not None and self.max_model_len != "auto":
             _require(
                 isinstance(self.max_model_len, int) and self.max_model_len >= 2,

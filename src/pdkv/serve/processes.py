@@ -14,9 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from pdkv.runtime.child_process import LAST_LINES, ending, last_words
 from pdkv.serve.child import Report
-
-_LAST_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Child:
     name: str
     log_path: Path
     tell: Callable[[Notice], None]
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     process: subprocess.Popen[bytes] | None = None
     _threads: list[threading.Thread] = field(default_factory=list)
 
@@ -125,12 +124,5 @@ class Child:
     def how_it_ended(self) -> str:
         """For people: exit code or signal, and the last lines of its log."""
         assert self.process is not None
-        code = self.process.returncode
-        if code is None:
-            how = "is still running"
-        elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        else:
-            how = f"ended with exit code {code}"
-        lines = "".join(f"\n  | {line}" for line in self.last_lines) or " nothing"
+        how, lines = ending(self.process.returncode), last_words(self.last_lines)
         return f"the {self.name} process (pid {self.process.pid}) {how}. Its last log lines ({self.log_path}):{lines}"

@@ -177,9 +177,11 @@ class Cluster:
     def ready_line(self) -> str:
         """URL, model, transport and pools on one line."""
         prefill, decode, router = (self.facts[name] for name in ("prefill", "decode", "router"))
+        ranks = [facts["tensor_parallel_size"] for facts in (prefill, decode)]
+        divided = f" prefill_ranks={ranks[0]} decode_ranks={ranks[1]}" if max(ranks) > 1 else ""
         return (
             f"pdkv ready: {router['url']} model={decode['model']} transport={decode['transport']} "
-            f"prefill_blocks={prefill['num_blocks']} decode_blocks={decode['num_blocks']}"
+            f"prefill_blocks={prefill['num_blocks']} decode_blocks={decode['num_blocks']}{divided}"
         )
 
     def warnings(self) -> list[str]:

@@ -184,7 +184,8 @@ class Telemetry:
         self._kv_blocks = gauge("pdkv:kv_blocks", "Blocks per account of the ledger; they sum to the pool", "account")
         self._kv_peak = gauge("pdkv:kv_blocks_peak", "Most blocks ever in an account", "account")
         self._pool = gauge("pdkv:kv_pool_blocks", "Blocks of the pool, the null block included")
-        self._block_bytes = gauge("pdkv:kv_block_bytes", "Bytes of one block over all layers")
+        self._block_bytes = gauge("pdkv:kv_block_bytes", "Bytes of one block over all layers, on one rank")
+        self._ranks = gauge("pdkv:tensor_parallel_ranks", "Ranks that each have a part of every block")
         self._leases_held = gauge("pdkv:leases_held", "Leases outstanding on this instance")
         self._cache_config = Gauge(
             "vllm:cache_config_info",
@@ -358,6 +359,7 @@ class Telemetry:
         self._usage.set(pinned / max(1, view.num_blocks - 1))
         self._pool.set(view.num_blocks)
         self._block_bytes.set(info.bytes_per_block)
+        self._ranks.set(info.tensor_parallel_size)
 
 
 def _seconds(ns: int) -> float:

@@ -12,15 +12,19 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from pdkv.errors import ConfigError, DoesNotFit, PdkvError, UnsupportedModel
-from pdkv.runtime.attention import ATTENTION_NAME, STEP_KWARG, cacheless_step
+from pdkv.errors import ConfigError, DoesNotFit, UnsupportedModel
+from pdkv.layout.pages import check_heads, kv_heads_per_rank
+from pdkv.runtime.attention import ATTENTION_NAME
 from pdkv.runtime.kernels import native
 from pdkv.runtime.kernels.activation import overwrite_gates
 from pdkv.runtime.kernels.linear import pack_linears
 from pdkv.runtime.kernels.norm import replace_norms
 from pdkv.runtime.models.files import ModelFiles, read_header
+from pdkv.runtime.models.probe import check_shards, probe
 from pdkv.runtime.models.shapes import check_shapes, lacking
-from pdkv.runtime.models.support import ModelFacts, read_facts
+from pdkv.runtime.models.support import read_facts
+from pdkv.runtime.ranks.group import RankGroup
+from pdkv.runtime.ranks.shard import shard_model
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -39,14 +43,14 @@ _VOLATILE_CONFIG = (
 )
 _SAMPLES_PER_TENSOR = 8
 _SAMPLE_BYTES = 512
-# How far a forward pass through pdkv's attention may be from transformers' own, relative to the size of its logits.
-_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """A model ready to run through an `Executor`, with what the rest of the engine must know about it.
 
+    Of several tensor-parallel ``ranks`` this is one's share: ``heads`` and ``kv_heads`` are those that it has, of
+    ``total_kv_heads`` in all, and ``weights_bytes`` are its own.
     ``fingerprint`` (64 hex digits) is equal for equal config and weights, whatever dtype they were loaded as.
     ``weights_bytes`` is what parameters and buffers occupy on ``device``. ``tokenizer`` is None when the directory has
     none. ``eos_token_ids`` end a generation unless the request ignores them.
@@ -67,12 +71,21 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     weights_bytes: int
     fingerprint: str
+    total_kv_heads: int
+    ranks: int = 1
 
 
 def load_model(
-    files: ModelFiles, device: str = "cpu", dtype: str = "auto", weight_storage: str = "auto"
+    files: ModelFiles,
+    device: str = "cpu",
+    dtype: str = "auto",
+    weight_storage: str = "auto",
+    group: RankGroup | None = None,
 ) -> LoadedModel:
     """Load weights and tokenizer, check the model, and run it once against transformers' own attention.
+
+    With a ``group`` every rank of it must call this; each then keeps its share, and rank 0 checks that together they
+    give the same logits as the whole.
 
     ``dtype`` is ``auto`` (float32 on CPU, the checkpoint's on CUDA) or a key of `DTYPES`. Raises UnsupportedModel for
     what pdkv's attention cannot run, ConfigError for unreadable files, DoesNotFit when device memory is short.
@@ -84,9 +97,17 @@ def load_model(
     facts = read_facts(config, files.name)
     wanted = _dtype(dtype, target, config)
     check_shapes(files, config, facts.num_layers)
-    model = _load_weights(files, config, wanted, target)
+    # Several ranks load into host memory: the whole model need not fit on the device of any.
+    model = _load_weights(files, config, wanted, target if group is None else torch.device("cpu"))
     _check_forward(model, files.name)
-    kv_heads, head_dim = _probe(model, facts, files.name, target, wanted)
+    whole = probe(model, facts, files.name)
+    ranks = 1
+    if group is not None:
+        ranks = group.size
+        check_heads(files.name, facts.heads, [whole.kv_heads], ranks)
+        shard_model(model, group, whole.kv_heads, whole.head_dim, files.name)
+        _to_device(model, target, files.name)
+        check_shards(model, whole, facts, files.name, group)
     _use_kernels(model, target, wanted, weight_storage)
     return LoadedModel(
         model=model,
@@ -94,9 +115,9 @@ def load_model(
         config=config,
         name=files.name,
         num_layers=facts.num_layers,
-        heads=facts.heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        heads=facts.heads // ranks,
+        kv_heads=kv_heads_per_rank(whole.kv_heads, ranks),
+        head_dim=whole.head_dim,
         vocab_size=facts.vocab_size,
         max_model_len=facts.max_model_len,
         dtype=wanted,
@@ -104,6 +125,8 @@ def load_model(
         eos_token_ids=_eos_token_ids(model, config),
         weights_bytes=_weights_bytes(model),
         fingerprint=fingerprint(files, config),
+        total_kv_heads=whole.kv_heads,
+        ranks=ranks,
     )
 
 
@@ -189,12 +212,16 @@ def _load_weights(files: ModelFiles, config: PretrainedConfig, dtype: torch.dtyp
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigError(lacking(files, config, type(model).__name__, missing))
+    return _to_device(model.eval().requires_grad_(False), device, files.name)
+
+
+def _to_device(model: Any, device: torch.device, name: str) -> Any:
     try:
-        return model.to(device).eval().requires_grad_(False)
+        return model.to(device)
     except torch.cuda.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise DoesNotFit(
-            f"{files.name} needs {_weights_bytes(model)} bytes of weights; {device} has {free} of {total} free: "
+            f"{name} needs {_weights_bytes(model)} bytes of weights; {device} has {free} of {total} free: "
             f"use a smaller dtype or model, or free the device"
         ) from error
 
@@ -216,40 +243,6 @@ def _check_forward(model: Any, name: str) -> None:
     if missing or not model._supports_attention_backend:
         lack = f"takes no {' and no '.join(missing)}" if missing else "bypasses transformers' attention registry"
         raise UnsupportedModel(f"{name}: {type(model).__name__} {lack}: paged attention cannot be put into it")
-
-
-@torch.inference_mode()
-def _probe(model: Any, facts: ModelFacts, name: str, device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
-    """Run 12 tokens through pdkv's and through transformers' eager attention: they must give the same logits.
-
-    Returns the (kv_heads, head_dim) that every layer used; configs do not always tell.
-    """
-    tokens = (torch.arange(12, device=device) * 7919 % facts.vocab_size)[None]
-    step = cacheless_step([12], device, record=True)
-    try:
-        ours = model(tokens, position_ids=step.position_ids, use_cache=False, **{STEP_KWARG: step}).logits
-        model.set_attn_implementation("eager")
-        theirs = model(tokens, position_ids=step.position_ids, use_cache=False).logits
-    except PdkvError:
-        raise
-    except Exception as error:  # a model whose code does not fit the registry can fail in any way
-        raise UnsupportedModel(f"{name}: a test pass through {type(model).__name__} failed: {error}") from error
-    finally:
-        model.set_attn_implementation(ATTENTION_NAME)
-    assert step.seen is not None
-    shapes = sorted(set(step.seen.values()))
-    if sorted(step.seen) != list(range(facts.num_layers)) or len(shapes) != 1:
-        raise UnsupportedModel(
-            f"{name}: {len(step.seen)} of {facts.num_layers} layers of {type(model).__name__} use the attention "
-            f"registry, with (kv_heads, head_dim) {shapes}; pdkv needs all of them, of one shape"
-        )
-    difference = ((ours - theirs).float().norm() / theirs.float().norm().clamp_min(1e-12)).item()
-    if not difference <= _PROBE_TOLERANCE.get(dtype, 1e-1):
-        raise UnsupportedModel(
-            f"{name}: {type(model).__name__} gives other logits with pdkv's attention than with transformers' own "
-            f"(relative difference {difference:.2g}); its attention has a feature that pdkv does not compute"
-        )
-    return shapes[0]
 
 
 def _eos_token_ids(model: Any, config: PretrainedConfig) -> frozenset[int]:
