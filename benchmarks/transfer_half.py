@@ -34,6 +34,32 @@ def empty_plan(step_id: int = 0, **fields: object) -> Plan:
     return Plan(step_id=step_id, batch=batch, **fields)  # type: ignore[arg-type]
 
 
+def make_grant(
+    identity: Identity,
+    peer: Peer,
+    slot_words: Any,
+    blocks: tuple[int, ...],
+    *,
+    block_size: int,
+    lease_id: int = 7,
+    slot: int = 3,
+) -> RemoteSource:
+    """A lease of ``blocks``: named in its slot (a row of ``slot_words``, uint64[n, 2]), and proved."""
+    slot_words[slot] = (identity.nonce, lease_id)
+    grant = Grant(
+        block_ids=blocks,
+        block_size=block_size,
+        num_tokens=16 * len(blocks),
+        slot=slot,
+        nonce=identity.nonce,
+        lease_id=lease_id,
+        token=lease_token(identity.secret, lease_id),
+        proof=b"",
+    )
+    proved = msgspec.structs.replace(grant, proof=prove(proof_key(identity.secret), grant, b""))
+    return RemoteSource(peer=peer, request_id="r", grant=proved)
+
+
 def _pool(device: str, geometry: Geometry) -> tuple[SharedMemory | DeviceMemory, Any]:
     shape = geometry.ranks * geometry.num_blocks, geometry.bytes_per_block
     if device == "cpu":
@@ -110,20 +136,15 @@ class Half:
 
     def grant(self, blocks: tuple[int, ...], *, lease_id: int = 7, slot: int = 3) -> RemoteSource:
         """What the engine does: name the lease in its slot, prove the grant."""
-        self.slot_words[slot] = (self.identity.nonce, lease_id)
-        secret = self.identity.secret
-        grant = Grant(
-            block_ids=blocks,
+        return make_grant(
+            self.identity,
+            self.peer,
+            self.slot_words,
+            blocks,
             block_size=self.geometry.block_size,
-            num_tokens=16 * len(blocks),
-            slot=slot,
-            nonce=self.identity.nonce,
             lease_id=lease_id,
-            token=lease_token(secret, lease_id),
-            proof=b"",
+            slot=slot,
         )
-        proved = msgspec.structs.replace(grant, proof=prove(proof_key(secret), grant, b""))
-        return RemoteSource(peer=self.peer, request_id="r", grant=proved)
 
     def plan_read(self, source: RemoteSource, local: tuple[int, ...], remote: tuple[int, ...] | None = None) -> Plan:
         """The plan that posts one read, under the next handle."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import secrets
 import socket
 import threading
 import time
@@ -17,7 +16,7 @@ from benchmarks.plain_pool import plain
 from benchmarks.transfer_half import FACTS, Half
 from tests.nixl_here import HAS_NIXL, needs_nixl
 
-from pdkv.core.ports import FromConsumer, Keepalive, ReadEnded, SendMessage
+from pdkv.core.ports import FromConsumer, Keepalive, SendMessage
 from pdkv.core.transfer.messages import Done, Heartbeat, Peer, RemoteSource
 from pdkv.core.transfer.proof import proof_key
 from pdkv.errors import ConfigError
@@ -44,73 +43,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Half, Half]]:
     producer.close()
 
 
-def test_a_read_moves_exactly_the_right_blocks(pair: tuple[Half, Half]) -> None:
-    producer, consumer = pair
-    producer.fill(1)
-    consumer.fill(2)
-    before = consumer.blocks.copy()
-    source = producer.grant((5, 6, 7, 20, 0))
-    ended = consumer.read(source, (1, 2, 3, 9, 63))
-    assert ended.error is None
-    assert ended.slot == (source.grant.nonce, source.grant.lease_id)
-    assert ended.moved_bytes == 5 * 4096
-    assert ended.seconds > 0
-    for remote, local in zip((5, 6, 7, 20, 0), (1, 2, 3, 9, 63), strict=True):
-        assert np.array_equal(consumer.blocks[local], producer.blocks[remote])
-        before[local] = producer.blocks[remote]
-    assert np.array_equal(consumer.blocks, before)
-
-
-def test_only_the_missing_blocks_of_a_grant_are_read(pair: tuple[Half, Half]) -> None:
-    producer, consumer = pair
-    producer.fill(3)
-    consumer.fill(4)
-    source = producer.grant((1, 2, 3, 4))
-    ended = consumer.read(source, (10, 11), remote=(3, 4))
-    assert ended.moved_bytes == 2 * 4096
-    assert np.array_equal(consumer.blocks[10:12], producer.blocks[3:5])
-
-
-def test_many_reads_at_once_each_end_once(pair: tuple[Half, Half]) -> None:
-    producer, consumer = pair
-    producer.fill(5)
-    sources = [producer.grant((i, i + 1), lease_id=100 + i, slot=i) for i in range(20)]
-    handles = {consumer.post(source, (2 * i, 2 * i + 1)): i for i, source in enumerate(sources)}
-    for _ in range(len(sources)):
-        ended = consumer.wait(ReadEnded)
-        i = handles.pop(ended.handle)
-        assert ended.slot == (producer.identity.nonce, 100 + i)
-        assert np.array_equal(consumer.blocks[2 * i : 2 * i + 2], producer.blocks[i : i + 2])
-    assert not handles
-
-
 def forge(source: RemoteSource, **changes: object) -> RemoteSource:
     """The grant with other facts under the old proof."""
     return msgspec.structs.replace(source, grant=msgspec.structs.replace(source.grant, **changes))
-
-
-def test_a_forged_grant_is_refused_and_moves_nothing(pair: tuple[Half, Half]) -> None:
-    producer, consumer = pair
-    source = producer.grant((1, 2))
-    crossed = producer.grant((3, 4), lease_id=8, slot=4)
-    before = consumer.blocks.copy()
-    refusals = consumer.control.stats().refusals
-    forgeries = (
-        forge(source, block_ids=(1, 3)),
-        forge(source, proof=secrets.token_bytes(16)),
-        forge(source, proof=b""),
-        forge(source, proof=crossed.grant.proof),
-        forge(source, slot=4, lease_id=8),
-        forge(source, token=crossed.grant.token),
-        forge(source, num_tokens=31),
-        msgspec.structs.replace(source, prompt_digest=b"another prompt's"),
-    )
-    for forged in forgeries:
-        ended = consumer.read(forged, (4, 5), remote=(1, 3))
-        assert ended.slot is None
-        assert "did not give this grant" in ended.error
-    assert np.array_equal(consumer.blocks, before)
-    assert consumer.control.stats().refusals == refusals + len(forgeries)
 
 
 def test_a_grant_of_another_life_is_refused_after_asking_once(pair: tuple[Half, Half]) -> None:
@@ -129,51 +64,12 @@ def test_a_grant_of_another_life_is_refused_after_asking_once(pair: tuple[Half, 
     assert link.hello_seq == asked + 1
 
 
-def test_a_released_lease_shows_in_the_slot(pair: tuple[Half, Half]) -> None:
-    """Its proof still holds: the slot, read after the data, is what tells (the core discards what was read)."""
-    producer, consumer = pair
-    source = producer.grant((1, 2), lease_id=55, slot=9)
-    producer.slot_words[9, 1] = 0
-    ended = consumer.read(source, (4, 5))
-    assert ended.slot == (producer.identity.nonce, 0)
-
-
 def test_a_read_tells_the_producer_that_it_begins(pair: tuple[Half, Half]) -> None:
     producer, consumer = pair
     source = producer.grant((1, 2), lease_id=77, slot=11)
     assert consumer.read(source, (4, 5)).error is None
     while producer.wait(FromConsumer).message != Heartbeat((source.grant.token,)):
         pass
-
-
-@pytest.mark.parametrize(("local", "remote"), [((64,), (1,)), ((-1,), (1,)), ((1,), (64,)), ((1,), (-1,))])
-def test_blocks_outside_either_pool_are_refused(
-    pair: tuple[Half, Half], local: tuple[int, ...], remote: tuple[int, ...]
-) -> None:
-    producer, consumer = pair
-    ended = consumer.read(producer.grant((1,)), local, remote=remote)
-    assert ended.slot is None
-    assert "outside" in ended.error
-
-
-def test_an_empty_read_still_reads_the_slot(pair: tuple[Half, Half]) -> None:
-    producer, consumer = pair
-    ended = consumer.read(producer.grant((1,)), (), remote=())
-    assert ended.slot == (producer.identity.nonce, 7)
-    assert ended.moved_bytes == 0
-
-
-def test_a_read_cancelled_at_once_ends_once_and_moves_nothing(pair: tuple[Half, Half]) -> None:
-    producer, consumer = pair
-    source = producer.grant((1, 2))
-    consumer.read(source, (1, 2))
-    handle = consumer.post(source, (4, 5))
-    consumer.submit(cancels=(handle, handle, 999_999))
-    ended = consumer.wait(ReadEnded)
-    assert ended.handle == handle
-    assert ended.error in (None, "cancelled")  # it may have been over before
-    assert consumer.read(source, (4, 5)).error is None
-    assert consumer.inbox.empty()
 
 
 def test_done_reaches_the_producer(pair: tuple[Half, Half]) -> None:

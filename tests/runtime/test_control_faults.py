@@ -22,7 +22,6 @@ from tests.nixl_here import needs_nixl
 from pdkv.core.ports import MoverRestarted, ReadEnded
 from pdkv.core.transfer.messages import RemoteSource
 from pdkv.runtime.mover_host import MoverKind
-from pdkv.runtime.moves import Moves
 from pdkv.runtime.wire import Cancel
 
 pytestmark = pytest.mark.slow
@@ -100,21 +99,6 @@ def _report(consumer: Half, timeout_s: float) -> object | None:
         return None
 
 
-def test_the_producers_mover_is_killed_during_a_read(pair: tuple[Half, Half]) -> None:
-    producer, consumer = pair
-    handle = _begin_big_read(producer, consumer)
-    killed = producer.control.mover_pid
-    os.kill(killed, signal.SIGKILL)
-    ended = consumer.wait(ReadEnded)
-    assert ended.handle == handle
-    assert (ended.slot is None) == (ended.error is not None)
-    assert producer.wait(MoverRestarted) == MoverRestarted(handles=())
-    assert producer.control.mover_pid != killed
-    assert _read_all(producer, consumer).error is None
-    assert producer.control.stats().mover_restarts == 1
-    assert consumer.control.stats().mover_restarts == 0
-
-
 @needs_nixl
 def test_a_failed_read_leaves_other_reads_alone(tcp_pair: tuple[Half, Half]) -> None:
     """One peer's death replaces the agent; what came from another peer meanwhile still arrives whole."""
@@ -188,65 +172,6 @@ def test_a_cancelled_read_that_fails_is_not_tried_again(
     assert "the read failed" in ended.error
 
 
-def test_a_cancelled_read_writes_nothing_after_its_report(pair: tuple[Half, Half]) -> None:
-    producer, consumer = pair
-    handle = _begin_big_read(producer, consumer)
-    consumer.submit(cancels=(handle,))
-    ended = consumer.wait(ReadEnded)
-    assert ended.handle == handle
-    consumer.blocks[:] = 0
-    time.sleep(0.3)
-    assert not consumer.blocks.any()
-    if ended.error is not None:
-        assert ended.error == "cancelled"
-        assert ended.moved_bytes < BLOCKS * BLOCK_BYTES
-    assert _read_all(producer, consumer).error is None
-
-
-def test_our_own_mover_is_killed_during_a_read(process_pair: tuple[Half, Half]) -> None:
-    producer, consumer = process_pair
-    handle = _begin_big_read(producer, consumer)
-    os.kill(consumer.control.mover_pid, signal.SIGKILL)
-    item = consumer.inbox.get(timeout=30)
-    if isinstance(item, ReadEnded):  # it was quicker
-        item = consumer.wait(MoverRestarted)
-        assert item == MoverRestarted(handles=())
-    else:
-        assert item == MoverRestarted(handles=(handle,))
-    assert _read_all(producer, consumer).error is None
-
-
-def test_reads_that_were_not_handed_over_survive_a_restart(pair: tuple[Half, Half]) -> None:
-    """A plan that restarts the mover and posts reads: those go to the new mover."""
-    producer, consumer = pair
-    source = producer.grant((3,))
-    consumer.read(source, (0,))
-    before = consumer.control._mover.life
-    consumer.submit(restart_mover=True)
-    handle = consumer.post(source, (5,))
-    assert consumer.wait(MoverRestarted) == MoverRestarted(handles=())
-    ended = consumer.wait(ReadEnded)
-    assert (ended.handle, ended.error) == (handle, None)
-    assert consumer.control._mover.life == before + 1
-
-
-def test_a_restart_during_a_read_is_a_fence(pair: tuple[Half, Half]) -> None:
-    producer, consumer = pair
-    handle = _begin_big_read(producer, consumer)
-    consumer.submit(restart_mover=True)
-    item = consumer.inbox.get(timeout=30)
-    if isinstance(item, ReadEnded):  # it was quicker
-        assert item.handle == handle
-        item = consumer.wait(MoverRestarted)
-    else:
-        assert item == MoverRestarted(handles=(handle,))
-    consumer.blocks[:] = 0
-    time.sleep(0.3)
-    assert not consumer.blocks.any()
-    assert _read_all(producer, consumer).error is None
-    assert not consumer.failures
-
-
 def test_a_new_mover_of_the_producer_costs_no_read(process_pair: tuple[Half, Half]) -> None:
     """What the consumer knows of the peer's memory is out of date: it asks once and reads from the new mover."""
     producer, consumer = process_pair
@@ -271,23 +196,6 @@ def test_a_stopped_mover_of_ours_is_replaced(process_pair: tuple[Half, Half]) ->
     for _ in set(handles) - set(fenced):
         assert consumer.wait(ReadEnded).handle in handles
     assert _read_all(producer, consumer).error is None
-
-
-def test_a_lease_that_ends_during_the_read_shows_in_the_slot(
-    pair: tuple[Half, Half], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The proof holds, the release came before the slot was read: what was read names no lease, or another."""
-    producer, consumer = pair
-    hand_over = Moves._hand_over
-
-    def lose_the_lease(self, read, link, reply, now_ns):  # type: ignore[no-untyped-def]
-        producer.slot_words[read.post.source.grant.slot] = (producer.identity.nonce, 4711)
-        hand_over(self, read, link, reply, now_ns)
-
-    monkeypatch.setattr(Moves, "_hand_over", lose_the_lease)
-    ended = consumer.read(producer.grant((1, 2)), (1, 2))
-    assert ended.error is None
-    assert ended.slot == (producer.identity.nonce, 4711)
 
 
 # --------------------------------------------------------------------------------- whole processes come and go

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdkv.core.ports import MoverRestarted, PostRead, ReadEnded
+from pdkv.core.transfer.proof import is_proved, proof_key
 from pdkv.simulate.weather import MS
+from pdkv.units import NS_PER_S
 
 if TYPE_CHECKING:
     from pdkv.simulate.instance import Life
@@ -21,12 +23,15 @@ _PEER_DEATH_SEEN_NS = 1000 * MS
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """One READ: whose memory it reads, and which life of the mover has it (``None`` while it is queued)."""
+    """One READ: whose memory it reads, which life of the mover has it (``None`` while it is queued), what it has moved.
+    """
 
     post: PostRead
     owner: Life
+    posted_ns: int
     source: Life | None = None
     mover: int | None = None
+    moved_blocks: int = 0
     ended: bool = False
 
 
@@ -39,19 +44,20 @@ class Mover:
         self._rng, self._weather = life.world.rng, life.world.weather
         self._reads: dict[int, Read] = {}
         self._number = 0  # of the mover's own lives
+        self._ready_ns = 0  # nothing of this life moves before what it fenced has been told
         self.restarts = 0
 
     def post(self, post: PostRead) -> None:
         """Take a READ; it is begun a moment later."""
         assert post.handle not in self._reads, f"handle {post.handle} is used twice"
-        read = Read(post, self._life)
+        read = Read(post, self._life, self._world.time.now_ns)
         self._reads[post.handle] = read
         self._life.later(self._rng.randrange(0, 3 * MS), self._begin, read)
 
     def cancel(self, handle: int) -> None:
-        """Some movers stop soon, some go on as if nothing had been said."""
-        read = self._reads[handle]
-        if not read.ended and self._rng.random() < 0.5:
+        """Some movers stop soon, some go on as if nothing had been said. Unknown handles are ignored."""
+        read = self._reads.get(handle)
+        if read is not None and not read.ended and self._rng.random() < 0.5:
             self._life.later(self._rng.randrange(0, 200 * MS), self._stop, read)
 
     def kill(self) -> None:
@@ -63,7 +69,9 @@ class Mover:
         self.restarts += 1
         self._world.note(self._life.name, "mover killed", f"handles {[read.post.handle for read in fenced]} fenced")
         handles = tuple(read.post.handle for read in fenced)
-        self._life.later(self._rng.randrange(1, 300 * MS), self._life.deliver, MoverRestarted(handles))
+        lasts_ns = self._rng.randrange(1, 300 * MS)
+        self._ready_ns = self._world.time.now_ns + lasts_ns
+        self._life.later(lasts_ns, self._life.deliver, MoverRestarted(handles))
 
     def peer_died(self, peer: Life) -> None:
         """What was being read from ``peer`` fails, a little later."""
@@ -76,11 +84,19 @@ class Mover:
     def _begin(self, read: Read) -> None:
         if read.ended:
             return
+        waits_ns = self._ready_ns - self._world.time.now_ns
+        if waits_ns > 0:
+            self._life.later(waits_ns, self._begin, read)
+            return
         read.mover = self._number
         read.source = self._world.life_of(read.post.source.peer)
         if read.source is None:
             delay_ns = self._rng.randrange(1, _PEER_DEATH_SEEN_NS)
             self._life.later(delay_ns, self._report, read, None, "no handshake: nobody with that engine id is there")
+            return
+        problem = _refusal(read.post, read.source) or _range_error(read.post, read.source, self._life)
+        if problem is not None:
+            self._report(read, None, problem)
             return
         rng, weather = self._rng, self._weather
         lasts_ns = rng.randrange(1, weather.read_ms + 1) * MS
@@ -110,6 +126,7 @@ class Mover:
             self._life.later(source.stopped_for_ns, self._copy, read, remote, local)
             return
         self._life.device.tags[local] = source.device.tags[remote]
+        read.moved_blocks += 1
 
     def _data_over(self, read: Read, fails: bool) -> None:
         """All data is there: now, and not before, the slot is read."""
@@ -131,9 +148,31 @@ class Mover:
         if read.ended or read.mover not in (None, self._number):
             return
         read.ended = True
+        moved_bytes = read.moved_blocks * self._life.device.tags[0].nbytes
+        seconds = (self._world.time.now_ns - read.posted_ns) / NS_PER_S
         self._life.deliver(
             ReadEnded(
-                handle=read.post.handle, slot=slot, moved_bytes=len(read.post.local_blocks), seconds=0.1,
+                handle=read.post.handle, slot=slot, moved_bytes=moved_bytes, seconds=seconds,
                 error=None if slot else error,
             )
         )  # fmt: skip
+
+
+def _refusal(post: PostRead, source: Life) -> str | None:
+    """Why nothing may move: `runtime.reader` asks the same of a peer's handshake."""
+    grant, identity = post.source.grant, source.engine.identity
+    if grant.nonce != identity.nonce:
+        return f"{source.name}: the lease is of another life of this engine"
+    if not is_proved(proof_key(identity.secret), grant, post.source.prompt_digest):
+        return f"{source.name} did not give this grant for this prompt"
+    return None
+
+
+def _range_error(post: PostRead, source: Life, life: Life) -> str | None:
+    for ids, pool, whose in (
+        (post.remote_blocks, source.device.tags, "the peer's"),
+        (post.local_blocks, life.device.tags, "the pool's"),
+    ):
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(pool):
+            return f"block ids {ids.min()}..{ids.max()} outside {whose} {len(pool)} blocks"
+    return None
