@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from tests.e2e.forks import fork_server
 
 from pdkv.serve.params import PREFILL_LEG
 
@@ -26,19 +25,11 @@ class Part:
 
     def __init__(self, log: Path, *arguments: str, **environment: str) -> None:
         self.log = log
-        with log.open("ab") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "pdkv", "serve", *arguments],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                start_new_session=True,
-                env={**os.environ, **environment},
-            )
+        self._ended = False
+        self.process = fork_server().start(("serve", *arguments), environment, log)
 
     def ready(self) -> Part:
         """Waits for the ready line."""
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found = re.search(r"http://\S+", line)
         assert found, f"no ready line: {line!r}; log:\n{self.log.read_text()[-3000:]}"
@@ -85,13 +76,14 @@ class Part:
 
     def end(self) -> None:
         """Nothing of the group is left."""
+        if self._ended:
+            return
+        self._ended = True
         try:
             self.signal(signal.SIGKILL)
         except ProcessLookupError:
             pass
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.process.close()
 
 
 def tokens_of(answer: httpx.Response) -> list[int]:
