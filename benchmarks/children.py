@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 _HERE = Path(__file__).parent
+PYTHONPATH = os.pathsep.join((str(_HERE.parent / "src"), str(_HERE.parent)))
+"""Of children that run pdkv."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _STOP_TIMEOUT_S = 20.0

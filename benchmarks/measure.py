@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from children import Engine
+from children import PYTHONPATH, Engine
 from workload import paired_ratio, summary
 
 DECODE_BATCHES = (1, 8, 32)
@@ -15,7 +15,6 @@ PREFILL_TOKENS = (512, 2048)
 MAX_BATCHED_TOKENS = 2048
 _KV_BYTES = 2 << 30
 _CONTEXT_SEED = 1_000_000
-_HERE = Path(__file__).parent
 
 Samples = dict[str, dict[str, list[dict[str, float]]]]  # figure -> engine -> runs
 
@@ -35,7 +34,7 @@ def pdkv_engine(model: str, threads: int, log_dir: Path, *, weight_storage: str 
         "weight_storage": weight_storage,
     }
     name = "pdkv" if weight_storage is None else f"pdkv_{weight_storage}"
-    env = {**shared_environment(threads), "PYTHONPATH": str(_HERE.parent / "src")}
+    env = {**shared_environment(threads), "PYTHONPATH": PYTHONPATH}
     return Engine(name, [sys.executable, "engine_pdkv.py"], env, log_dir, config, 300.0)
 
 

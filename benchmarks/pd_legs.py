@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from children import Group, wait_until
+from children import PYTHONPATH, Group, wait_until
 from measure import MAX_BATCHED_TOKENS, peer_environment, shared_environment
 from workload import make_prompt, paired_ratio, summary
 
@@ -21,7 +21,6 @@ PROMPT_TOKENS = 512
 ANSWER_TOKENS = 8
 _START_S = 300.0
 _REQUEST_S = 120.0
-_HERE = Path(__file__).parent
 _TO_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -150,7 +149,7 @@ def pdkv_pair(stack: ExitStack, model: str, transport: str, threads: int, log_di
         argv = [sys.executable, "-m", "pdkv", "serve", role, model, "--port", str(port)]
         argv += ["--transport", transport, "--threads", str(threads), "--kv-cache-memory-bytes", "1GiB"]
         argv += ["--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)]
-        env = {**shared_environment(threads), "PYTHONPATH": str(_HERE.parent / "src")}
+        env = {**shared_environment(threads), "PYTHONPATH": PYTHONPATH}
         servers.append(_enter(stack, Server(f"pdkv_{role}", argv, env, log_dir, port)))
     return _ready("pdkv", servers)
 

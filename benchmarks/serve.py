@@ -21,7 +21,7 @@ from typing import Any
 
 import measure
 import pd_legs
-from children import ChildFailed, Engine
+from children import PYTHONPATH, ChildFailed, Engine
 from report import machine, say
 from workload import paired_ratio, summary
 
@@ -44,12 +44,11 @@ BARS = {
 BARS_BF16 = {"decode_1": 1.3, "decode_32": 0.9}
 SUBMIT_P99_BAR_MS = 2.0
 _PARTS = ("transfer", "compute", "legs")
-_HERE = Path(__file__).parent
 
 
 def transfers(args: argparse.Namespace, log_dir: Path) -> dict[str, Any]:
     """GB/s of pdkv's READ, of a bare NIXL READ and of a memory copy of the same blocks; `Control.submit` times."""
-    env = {"PYTHONPATH": str(_HERE.parent / "src")}
+    env = {"PYTHONPATH": PYTHONPATH}
     config = {"transport": args.transport, **TRANSFER}
     child = Engine("transfer", [sys.executable, "engine_transfer.py"], env, log_dir, config, 120.0)
     try:

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from children import ChildFailed, Engine
+from children import PYTHONPATH, ChildFailed, Engine
 from report import machine, say
 from workload import paired_ratio, summary
 
@@ -28,7 +28,6 @@ SHAPES = ("scattered", "contiguous")
 TRANSPORTS = ("nixl", "shm")
 BLOCKS = {"block_bytes": 64 << 10, "num_blocks": 2048, "count": 1000}
 _WARM_UP = 3
-_HERE = Path(__file__).parent
 
 Rates = dict[str, dict[str, dict[str, list[float]]]]  # transport -> shape -> way -> GB/s of each round
 Latencies = dict[str, dict[str, list[float]]]  # transport -> mode -> milliseconds of each request
@@ -36,7 +35,7 @@ Latencies = dict[str, dict[str, list[float]]]  # transport -> mode -> millisecon
 
 def start(transport: str, log_dir: Path) -> Engine:
     """P and D over one transport, connected; whatever arrives in any mode has been compared byte by byte."""
-    env = {"PYTHONPATH": str(_HERE.parent / "src")}
+    env = {"PYTHONPATH": PYTHONPATH}
     config = {"transport": transport, **BLOCKS}
     engine = Engine(transport, [sys.executable, "engine_transfer.py"], env, log_dir, config, 120.0)
     try:
