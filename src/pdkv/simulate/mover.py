@@ -23,7 +23,7 @@ _PEER_DEATH_SEEN_NS = 1000 * MS
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """One READ: whose memory it reads, which life of the mover has it (``None`` while it is queued), what it has moved."""
+    """One READ: whose memory it reads, which life of the mover has it (``None`` while it is queued), what it moved."""
 
     post: PostRead
     owner: Life
