@@ -512,7 +512,7 @@ def test_marks_find_the_common_prefix(kept: list[int], own: list[int], unit: int
     tokens, prompt = np.asarray(kept, dtype=np.int32), np.asarray(own, dtype=np.int32)
     marks, spacing = mark_prefixes(tokens, unit)
     assert spacing == unit
-    grant = Grant(block_ids=(), num_tokens=len(kept), slot=0, nonce=1, lease_id=1, token=b"", proof=b"",
+    grant = Grant(block_ids=(), num_tokens=len(kept), slot=0, nonce=1, lease_id=1, token=b"", proof=b"", block_size=4,
                   marks=marks, mark_tokens=spacing)  # fmt: skip
     common = next((i for i, (a, b) in enumerate(zip(kept, own, strict=False)) if a != b), min(len(kept), len(own)))
     expected = len(kept) if common == len(kept) else common // unit * unit

@@ -87,6 +87,7 @@ class FakeInfo:
     transport: str = "shm"
     side_channel_host: str = "127.0.0.1"
     side_channel_port: int = 5600
+    bidirectional: bool = False
 
 
 Script = Callable[[NewRequest], list[int]]
@@ -190,5 +191,6 @@ class FakeInstance:
             output_tokens=sent,
             cached_tokens=16 if request.source is not None else 0,
             error=self.error if reason is FinishReason.ERROR else None,
-            lease=GRANT if request.produce else None,
+            lease=GRANT if request.produce or request.keep_turn else None,
+            kept_until_ns=480 * 10**9 if request.keep_turn else None,
         )

@@ -114,6 +114,32 @@ def _template(
     max_leased_fraction: Annotated[
         float, typer.Option(help="Most of P's pool that leases may hold.", rich_help_panel=_TRANSFER)
     ] = 0.8,
+    bidirectional_kv_xfer: Annotated[
+        bool,
+        typer.Option(
+            "--bidirectional-kv-xfer",
+            help="D keeps an answer's KV for the conversation's next turn, which P reads (with --transfer-mode pull).",
+            rich_help_panel=_TRANSFER,
+        ),
+    ] = False,
+    decoder_kv_blocks_ttl: Annotated[
+        int, typer.Option(metavar="SECONDS", help="For how long D keeps it.", rich_help_panel=_TRANSFER)
+    ] = 480,
+    kv_recompute_threshold: Annotated[
+        int,
+        typer.Option(metavar="TOKENS", help="P computes what it lacks if that is less.", rich_help_panel=_TRANSFER),
+    ] = 64,
+    max_kept_fraction: Annotated[
+        float, typer.Option(help="Most of D's pool that kept answers may hold.", rich_help_panel=_TRANSFER)
+    ] = 0.8,
+    engine_ttl: Annotated[
+        int,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long an idle peer is remembered, its connection kept; 0: for ever.",
+            rich_help_panel=_TRANSFER,
+        ),
+    ] = 3600,
     side_channel_host: Annotated[
         str | None,
         typer.Option(
@@ -173,5 +199,7 @@ def build_instance(role: Role, model: str, *, host: str, port: int, options: dic
         kv_load_timeout_s=given.pop("kv_load_timeout"),
         push_registration_timeout_s=given.pop("push_registration_timeout"),
         kv_lease_duration_s=given.pop("kv_lease_duration"),
+        decoder_kv_blocks_ttl_s=given.pop("decoder_kv_blocks_ttl"),
+        engine_ttl_s=given.pop("engine_ttl"),
         **given,
     )

@@ -145,6 +145,16 @@ def router(
     prefill_fallback: Fallback = "local",
     transfer_mode: Mode = "pull",
     instance_timeout: InstanceTimeout = 30.0,
+    bidirectional_kv_xfer: Annotated[
+        bool,
+        typer.Option(
+            "--bidirectional-kv-xfer",
+            help="Remember what D kept of a conversation, for its next turn's P. All must be started with it.",
+        ),
+    ] = False,
+    decoder_kv_blocks_ttl: Annotated[
+        int, typer.Option(metavar="SECONDS", help="For how long; as given to the decode instances.")
+    ] = 480,
 ) -> None:
     """Start the router: the OpenAI API in front of prefill and decode instances."""
     from pdkv.serve.options import RouterOptions
@@ -157,5 +167,7 @@ def router(
         prefill_fallback=cast("PrefillFallback", prefill_fallback),
         transfer_mode=cast("TransferMode", transfer_mode),
         instance_timeout_s=instance_timeout,
+        bidirectional_kv_xfer=bidirectional_kv_xfer,
+        decoder_kv_blocks_ttl_s=decoder_kv_blocks_ttl,
     )
     _run("router", options)

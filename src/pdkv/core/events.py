@@ -44,7 +44,10 @@ class TokenSampled(Event, frozen=True, kw_only=True, gc=False):
 
 
 class Finished(Event, frozen=True, kw_only=True):
-    """The request's one outcome. ``lease`` is set on P when its KV was kept for a consumer."""
+    """The request's one outcome. ``lease`` is set on P when its KV was kept for a consumer.
+
+    On D it is set when it was kept for the next turn, and ``kept_until_ns`` says for how long.
+    """
 
     reason: FinishReason
     prompt_tokens: int
@@ -52,6 +55,7 @@ class Finished(Event, frozen=True, kw_only=True):
     cached_tokens: int
     error: str | None = None
     lease: Grant | None = None
+    kept_until_ns: int | None = None
 
 
 class Preempted(Event, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ from pdkv.runtime.ranks.start import profile_of, rank_threads, start_ranks, toge
 from pdkv.runtime.secret_file import transfer_secret
 from pdkv.runtime.settings import InstanceSettings, engine_config
 from pdkv.runtime.transports.base import SLOT_BYTES
-from pdkv.units import format_bytes
+from pdkv.units import format_bytes, seconds_to_ns
 
 Say = Callable[[str], None]
 
@@ -226,6 +226,7 @@ def _assemble(
         port=settings.side_channel_port,
         transport=settings.transport,
         lease_ns=config.lease_ns,
+        engine_ttl_ns=seconds_to_ns(settings.engine_ttl_s) if settings.engine_ttl_s > 0 else None,
         secret=transfer_secret(settings),
         deliver=lambda item: made[0].deliver(item),
         last_step_ns=lambda: made[0].last_step_ns,
@@ -281,6 +282,7 @@ def instance_info(
         side_channel_host=settings.side_channel_host or settings.host,
         side_channel_port=settings.side_channel_port,
         memory_profile=profile,
+        bidirectional=settings.bidirectional_kv_xfer,
     )
 
 

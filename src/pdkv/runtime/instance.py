@@ -38,7 +38,8 @@ class InstanceInfo:
     """Facts of a started instance that never change. Bytes are per rank (of ``tensor_parallel_size``); ``transport``
     is what moves KV.
 
-    ``without_nixl`` says why that is not NIXL, where NIXL was tried and could not start.
+    ``without_nixl`` says why that is not NIXL, where NIXL was tried and could not start. ``bidirectional``: answers are
+    kept here for the next turn, and read where they were kept.
     """
 
     role: str
@@ -54,6 +55,7 @@ class InstanceInfo:
     side_channel_port: int
     memory_profile: MemoryProfile | None
     without_nixl: str | None = None
+    bidirectional: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,7 @@ class InstanceApi:
         """One object for one prompt, a list for several, ``None`` when nothing was kept."""
         params = []
         for choice in choices:
-            if choice.request.produce:
+            if choice.request.produce or choice.request.keep_turn:
                 finished = answer.results[choice.index].finished
                 assert finished is not None
                 params.append(self.frontend.transfer_params(choice, finished))
@@ -241,9 +241,9 @@ class InstanceApi:
         for chunk in answer.first_chunks():
             yield sse(chunk)
         try:
-            yield sse(answer.chunk(*first, with_usage=generation.continuous_usage))
+            yield self._chunk(answer, *first, generation)
             async for choice, delta in deltas:
-                yield sse(answer.chunk(choice, delta, with_usage=generation.continuous_usage))
+                yield self._chunk(answer, choice, delta, generation)
             if generation.include_usage:
                 yield sse(answer.usage_chunk())
         except Exception as error:  # the status line is gone: an event is the one way left to say it
@@ -251,3 +251,10 @@ class InstanceApi:
                 LOG.exception("a stream breaks off")
             yield sse(as_api_error(error).body())
         yield SSE_DONE
+
+    def _chunk(self, answer: Answer, choice: Choice, delta: Delta, generation: Generation) -> bytes:
+        """A choice's last chunk has its params, if its KV was kept for the next turn."""
+        chunk = answer.chunk(choice, delta, with_usage=generation.continuous_usage)
+        if delta.finished is not None and (params := self.frontend.transfer_params(choice, delta.finished)):
+            chunk["kv_transfer_params"] = params
+        return sse(chunk)

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from pdkv.core.events import Admitted, Finished, FinishReason, LoadFailed, TokenSampled
+from pdkv.core.events import Admitted, Finished, FinishReason, LoadFailed, TokenSampled, TurnDeclined
 from pdkv.core.ports import Int32Array, NewRequest
 from pdkv.core.transfer.messages import Awaited, RemoteSource
 from pdkv.errors import BadRequest
@@ -29,7 +29,7 @@ class Kv(enum.Enum):
 
     RECOMPUTED = "recomputed"
     LOADED = "loaded"
-    CACHED = "cached"  # not needed: the prompt was in the prefix cache here
+    CACHED = "cached"  # not needed: the prompt was in the prefix cache here, or (the turn before) near enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,11 @@ class Frontend:
                     "decode instance (in the router: is one URL under both --prefill and --decode?)"
                 )
             if transfer.source is not None:
-                return TransferRequest(source=await self._names.resolve(transfer.source))
+                source = await self._names.resolve(transfer.source)
+                if not transfer.produce or self.instance.info.bidirectional:
+                    return replace(transfer, source=source)
+                self.instance.release(source)  # the turn before is not read here
+                return replace(transfer, source=None)
             if transfer.awaited is not None:
                 return TransferRequest(awaited=await self._names.resolve(transfer.awaited))
             return transfer
@@ -129,6 +133,7 @@ class Frontend:
                     transfer_id=transfer.transfer_id if first else None,
                     source=transfer.source if first else None,
                     awaited=transfer.awaited if first else None,
+                    keep_turn=self.instance.info.bidirectional and first and _decodes_pulled(transfer),
                 )
                 text = TextStream(
                     model.tokenizer,
@@ -196,7 +201,8 @@ class Frontend:
     def abandon(self, choices: Sequence[Choice]) -> None:
         """Nobody gets this answer: abort what still runs or has kept KV, give back grants of what was not submitted."""
         for choice in choices:
-            if choice.submitted and (choice.request.produce or not choice.ended):
+            keeps = choice.request.produce or choice.request.keep_turn
+            if choice.submitted and (keeps or not choice.ended):
                 choice.ended = True
                 self.instance.abort(choice.request.request_id, FinishReason.ABORT)
             elif not choice.submitted and (offer := _offer(choice)) is not None:
@@ -275,7 +281,7 @@ class Frontend:
                 tokens.append(event.token)
             elif isinstance(event, Finished):
                 finished = event
-            elif isinstance(event, Admitted | LoadFailed):
+            elif isinstance(event, Admitted | LoadFailed | TurnDeclined):
                 self._note_kv(choice, event)
         if finished is None:
             if choice.text.stop is not None and not stopped_before:
@@ -293,8 +299,8 @@ class Frontend:
         return Delta("".join(pieces), tuple(tokens), logprobs, finished, reason, stop_reason)
 
     @staticmethod
-    def _note_kv(choice: Choice, event: Admitted | LoadFailed) -> None:
-        if isinstance(event, LoadFailed):
+    def _note_kv(choice: Choice, event: Admitted | LoadFailed | TurnDeclined) -> None:
+        if not isinstance(event, Admitted):
             choice.kv = Kv.RECOMPUTED
         elif choice.kv is None and _offer(choice) is not None:
             choice.kv = Kv.LOADED if event.external_tokens else Kv.CACHED
@@ -308,7 +314,7 @@ class Frontend:
         return finished.reason.value, tokens[-1] if by_token else None
 
     def transfer_params(self, choice: Choice, finished: Finished) -> dict[str, Any] | None:
-        """``kv_transfer_params`` of a finished prefill; ``None`` when its KV was not kept."""
+        """``kv_transfer_params`` of a finished prefill, or of an answer; ``None`` when its KV was not kept."""
         if finished.lease is None:
             return None
         info = self.instance.info
@@ -318,7 +324,13 @@ class Frontend:
             request_id=choice.request.request_id,
             host=info.side_channel_host,
             port=info.side_channel_port,
+            kept_until_ns=finished.kept_until_ns,
         )
+
+
+def _decodes_pulled(transfer: TransferRequest) -> bool:
+    """Whether this is the decode leg of a pull: the one whose answer is kept for the next turn."""
+    return transfer.source is not None and not transfer.produce
 
 
 def _offer(choice: Choice) -> RemoteSource | Awaited | None:

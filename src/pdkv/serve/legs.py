@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -26,9 +26,12 @@ from pdkv.serve.openai import ApiError
 from pdkv.serve.options import RouterOptions
 from pdkv.serve.params import KV_HEADER
 from pdkv.serve.placement import Placement, Prompt
+from pdkv.serve.turns import Listener, TurnMemory
 
 LOG = logging.getLogger("pdkv.router")
 PREFILL_HEADER = "x-pdkv-prefill"
+TURN_HEADER = "x-pdkv-turn"
+"""What P did about the turn before, which D had kept: `KV_HEADER`'s words."""
 
 NOT_FORWARDED = frozenset(
     {
@@ -57,9 +60,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """What a prefill instance gave: params for D, or why D prefills itself, or an error answer to pass on."""
+    """What a prefill instance gave: params for D, or why D prefills itself, or an error answer to pass on.
+
+    ``turn``: what became of the KV of the turn before, if it was offered that.
+    """
 
     params: Any = None
+    turn: str | None = None
     local_because: str | None = None
     refused: Response | None = None
 
@@ -75,6 +82,8 @@ class RouterMetrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self.requests = Counter("pdkv:router_requests", "Answered requests", ["status"], registry=self.registry)
         self.local = Counter("pdkv:router_local_prefills", "Requests that D prefilled itself", registry=self.registry)
+        self.turns = Counter("pdkv:router_turns", "Turns by what D kept of the one before", ["offered"],
+                             registry=self.registry)  # fmt: skip
         self.prefill_s = Histogram("pdkv:router_prefill_leg_seconds", "Seconds of leg 1", registry=self.registry)
 
 
@@ -88,11 +97,13 @@ class Legs:
         on_prefill: Placement,
         on_decode: Placement,
         metrics: RouterMetrics,
+        turns: TurnMemory | None = None,
     ) -> None:
         self._options = options
         self._client = client
         self._metrics = metrics
         self._troubles = TroubleLog(LOG)
+        self._turns = turns
         self.on_prefill, self.on_decode = on_prefill, on_decode
 
     async def prefill(self, backend: Backend, call: Call, params: Any) -> PrefillResult:
@@ -114,12 +125,13 @@ class Legs:
         if not response.is_success:
             return PrefillResult(refused=passed_on(response, response.content))
         self._metrics.prefill_s.observe(time.monotonic() - started)
-        return _params_of(backend, response.content)
+        return replace(_params_of(backend, response.content), turn=response.headers.get(KV_HEADER))
 
-    async def decode(self, call: Call, params: Any) -> Response:
+    async def decode(self, call: Call, params: Any, turn: str | None = None) -> Response:
         """D's answer, as it comes; without ``params`` D prefills itself. Raises `ApiError` 503 when no D answers."""
         body = call.body if params is None else {**call.body, "kv_transfer_params": params}
         extra = {"x-request-id": call.request_id, PREFILL_HEADER: "local" if params is None else "remote"}
+        extra |= {} if turn is None else {TURN_HEADER: turn}
         prompt = call.prompt.with_tokens(params)
         failures: list[str] = []
         for backend in self.on_decode.order(prompt):
@@ -144,12 +156,16 @@ class Legs:
                         f"{backend.name} closed the connection before it answered ({error or type(error).__name__})"
                     )
                     continue
-                passed = {k: v for k, v in response.headers.items() if k not in NOT_FORWARDED - {"content-length"}}
+                chunks, length = _bytes(backend, response, watch), {"content-length"}
+                if self._turns is not None and response.is_success:
+                    listener, length = Listener(self._turns, call.body, backend.label), set()
+                    chunks = listener.streamed(chunks) if _is_stream(response) else listener.whole(chunks)
+                passed = {k: v for k, v in response.headers.items() if k not in NOT_FORWARDED - length}
                 if passed.get(KV_HEADER) == "recomputed":  # P has prefilled, in vain
                     extra |= {PREFILL_HEADER: "local"}
                     self._metrics.local.inc()
                 return StreamResponse(
-                    _bytes(backend, response, watch),
+                    chunks,
                     status_code=response.status_code,
                     headers=passed | extra,
                     media_type=None,
@@ -197,6 +213,10 @@ def _params_of(backend: Backend, answer: bytes) -> PrefillResult:
     return PrefillResult(params=params)
 
 
+def _is_stream(response: httpx.Response) -> bool:
+    return response.headers.get("content-type", "").startswith("text/event-stream")
+
+
 async def _bytes(backend: Backend, response: httpx.Response, watch: Watch) -> AsyncGenerator[bytes]:
     chunks = response.aiter_raw()
     try:
@@ -206,6 +226,6 @@ async def _bytes(backend: Backend, response: httpx.Response, watch: Watch) -> As
         reason = error or type(error).__name__
         text = f"{backend.name} broke off in the middle of the answer ({reason})"
         LOG.error("%s", text)
-        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+        if not _is_stream(response):
             raise
         yield b"data: " + msgspec.json.encode(ApiError(503, text, code="decode_failed").body()) + b"\n\n"

@@ -23,6 +23,7 @@ TransferMode = Literal["pull", "push", "write"]
 DEFAULT_PORT = 8000
 MAX_RANKS = 64
 DEFAULT_INSTANCE_TIMEOUT_S = 30.0
+DEFAULT_TURN_TTL_S = 480
 
 
 def _require(condition: bool, text: str) -> None:
@@ -88,6 +89,14 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _pulls(bidirectional: bool, transfer_mode: str) -> None:
+    _require(
+        not bidirectional or transfer_mode == "pull",
+        f"--bidirectional-kv-xfer with --transfer-mode {transfer_mode}: prefill instances read the turn before when "
+        "they are asked, which is pull; leave one of the two options out",
+    )
+
+
 def check_url(option: str, url: str) -> str:
     """``url`` without a trailing slash. Raises `ConfigError` unless it is http(s)://host[:port]."""
     try:
@@ -109,8 +118,9 @@ class InstanceOptions:
     ``port`` 0 and ``side_channel_port`` 0 take any free port. ``side_channel_host`` None is ``host``; it is what peers
     are told, so it cannot be a wildcard, and beyond loopback it needs a ``transfer_secret_file``.
     ``kv_load_failure_policy`` None follows ``policy`` (``recompute`` under strict, ``fail`` under vllm).
-    ``memory_share`` is this instance's part of what ``gpu_memory_utilization`` allows, when several instances share a
-    machine. Raises `ConfigError` on construction, naming the option.
+    ``engine_ttl_s`` 0 or less remembers idle peers for ever. ``memory_share`` is this instance's part of what
+    ``gpu_memory_utilization`` allows, when several instances share a machine. Raises `ConfigError` on construction,
+    naming the option.
     """
 
     role: Role
@@ -139,6 +149,11 @@ class InstanceOptions:
     push_registration_timeout_s: float = 480.0
     kv_lease_duration_s: int = 30
     max_leased_fraction: float = 0.8
+    bidirectional_kv_xfer: bool = False
+    decoder_kv_blocks_ttl_s: int = DEFAULT_TURN_TTL_S
+    kv_recompute_threshold: int = 64
+    max_kept_fraction: float = 0.8
+    engine_ttl_s: int = 3600
     side_channel_host: str | None = None
     side_channel_port: int = 0
     transfer_secret_file: str | None = None
@@ -201,6 +216,16 @@ class InstanceOptions:
             0 < self.max_leased_fraction <= 1,
             f"--max-leased-fraction {self.max_leased_fraction}: a fraction above 0 and at most 1",
         )
+        ttl = self.decoder_kv_blocks_ttl_s
+        _require(
+            ttl >= 6, f"--decoder-kv-blocks-ttl {ttl}: at least 6 s, for what ends within 5 s is not read any more"
+        )
+        threshold = self.kv_recompute_threshold
+        _require(threshold >= 0, f"--kv-recompute-threshold {threshold}: a number of tokens, 0 or more")
+        _require(
+            0 < self.max_kept_fraction <= 1,
+            f"--max-kept-fraction {self.max_kept_fraction}: a fraction above 0 and at most 1",
+        )
         _require(self.threads is None or self.threads >= 1, f"--threads {self.threads}: at least 1")
 
 
@@ -213,6 +238,8 @@ class RouterOptions:
     ``instance_timeout_s`` is how long an instance may give no sign of life (an answer, or `/health`) while the router
     waits for it; one that is only busy is waited for without limit. ``transfer_mode`` ``pull`` asks the decode instance
     when the prefill has ended, ``push`` and ``write`` both at once: D reads what P has announced, or P writes it.
+    ``bidirectional_kv_xfer`` remembers of each conversation what the decode instance has kept, for
+    ``decoder_kv_blocks_ttl_s``, and gives it to the next turn's prefill instance.
     """
 
     prefill: tuple[str, ...]
@@ -223,6 +250,8 @@ class RouterOptions:
     transfer_mode: TransferMode = "pull"
     connect_timeout_s: float = 5.0
     instance_timeout_s: float = DEFAULT_INSTANCE_TIMEOUT_S
+    bidirectional_kv_xfer: bool = False
+    decoder_kv_blocks_ttl_s: int = DEFAULT_TURN_TTL_S
 
     def __post_init__(self) -> None:
         _require(bool(self.prefill), "--prefill: give the URL of at least one prefill instance")
@@ -234,6 +263,8 @@ class RouterOptions:
         _one_of("--prefill-fallback", self.prefill_fallback, ("local", "fail"))
         _one_of("--transfer-mode", self.transfer_mode, ("pull", "push", "write"))
         _positive("--connect-timeout", self.connect_timeout_s)
+        _pulls(self.bidirectional_kv_xfer, self.transfer_mode)
+        _positive("--decoder-kv-blocks-ttl", self.decoder_kv_blocks_ttl_s)
         _positive("--instance-timeout", self.instance_timeout_s)
 
 
@@ -262,6 +293,7 @@ class ServeOptions:
         _port("--port", self.port)
         _one_of("--prefill-fallback", self.prefill_fallback, ("local", "fail"))
         _one_of("--transfer-mode", self.transfer_mode, ("pull", "push", "write"))
+        _pulls(self.prefill.bidirectional_kv_xfer or self.decode.bidirectional_kv_xfer, self.transfer_mode)
         _positive("--instance-timeout", self.instance_timeout_s)
         _positive("--start-timeout", self.start_timeout_s)
         _positive("--stop-grace", self.stop_grace_s)

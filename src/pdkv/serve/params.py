@@ -4,6 +4,10 @@ The fields are vLLM's, so existing routers work unchanged; ``pdkv_slot``, ``pdkv
 ``pdkv_token``, ``pdkv_proof`` and ``pdkv_block_size`` are ours (64-bit words as hex strings: JSON numbers lose bits
 above 2**53).
 
+In bidirectional mode D's answer has such params, too, of the KV that it keeps for the conversation's next turn, with
+``do_remote_decode``: a router gives them to that turn's P as they are. ``remote_blocks_expiry_time`` is then D's
+deadline in seconds of D's monotonic clock, ``pdkv_marks`` and ``pdkv_mark_tokens`` name the prefixes that P may use.
+
 In push mode both legs begin at once, so D is not given a lease but told who will announce one: P's side channel, and
 the ``transfer_id`` that P was given too. Whoever knows that id can fetch the KV, so routers draw it at random. In mode
 ``write`` P writes the KV into D's memory; without a ``transfer_id`` the two are matched by their request ids, as vLLM's
@@ -20,8 +24,10 @@ from typing import Any
 import msgspec
 
 from pdkv.core.transfer.messages import Awaited, Grant, Peer, RemoteSource
+from pdkv.core.transfer.proof import MARK_BYTES, MOST_MARKS
 from pdkv.errors import BadRequest
 from pdkv.runtime.shown import readable
+from pdkv.units import NS_PER_S
 
 _NAME = re.compile(r"[!-~]{1,512}")  # an id or a host; it will stand in logs
 _TRANSFER_ID = re.compile(r"[!-~]{16,256}")  # long enough for one that cannot be guessed
@@ -61,7 +67,7 @@ def push_legs(peer: Peer, transfer_id: str, *, mode: str = "push") -> tuple[dict
 
 @dataclass(frozen=True, slots=True)
 class TransferRequest:
-    """What the params of one prompt ask for: keep its KV (``produce``), load it, or neither.
+    """What the params of one prompt ask for: keep its KV (``produce``), load it, both (the turn before) or neither.
 
     It is loaded from where it is (``source``), or from where it will be announced, or written by (``awaited``).
     ``transfer_id``, with ``produce``: under which that happens. Mode ``write`` may leave the id out, here and in
@@ -100,11 +106,18 @@ def side_channel_of(health: Any) -> Peer:
     return peer
 
 
-def grant_to_params(grant: Grant, *, engine_id: str, request_id: str, host: str, port: int) -> dict[str, Any]:
-    """P's answer: every key of vLLM's, plus pdkv's six. ``host``/``port`` are P's side channel."""
+def grant_to_params(
+    grant: Grant, *, engine_id: str, request_id: str, host: str, port: int, kept_until_ns: int | None = None
+) -> dict[str, Any]:
+    """P's answer: every key of vLLM's, plus pdkv's six. ``host``/``port`` are P's side channel.
+
+    With ``kept_until_ns`` D's answer: what it keeps for the next turn, and until when.
+    """
+    kept = kept_until_ns is not None
+    marks = {"pdkv_marks": grant.marks.hex(), "pdkv_mark_tokens": grant.mark_tokens} if kept else {}
     return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
+        "do_remote_prefill": not kept,
+        "do_remote_decode": kept,
         "remote_block_ids": [list(grant.block_ids)],
         "remote_engine_id": engine_id,
         "remote_request_id": request_id,
@@ -114,7 +127,7 @@ def grant_to_params(grant: Grant, *, engine_id: str, request_id: str, host: str,
         "dcp_size": 1,
         "pp_size": 1,
         "remote_num_tokens": grant.num_tokens,
-        "remote_blocks_expiry_time": None,
+        "remote_blocks_expiry_time": None if kept_until_ns is None else kept_until_ns / NS_PER_S,
         "transfer_mode": "pull",
         "remote_prefill_cached_tokens": grant.cached_tokens,
         "pdkv_slot": grant.slot,
@@ -123,6 +136,7 @@ def grant_to_params(grant: Grant, *, engine_id: str, request_id: str, host: str,
         "pdkv_token": grant.token.hex(),
         "pdkv_proof": grant.proof.hex(),
         "pdkv_block_size": grant.block_size,
+        **marks,
     }
 
 
@@ -152,7 +166,9 @@ def parse_params(params: Mapping[str, Any] | None) -> TransferRequest:
         return ORDINARY
     mode = _mode(params)
     if decode:
-        return TransferRequest(produce=True, transfer_id=None if mode == "pull" else _transfer_id(params, mode))
+        transfer_id = None if mode == "pull" else _transfer_id(params, mode)
+        source = _kept(params) if mode == "pull" else None
+        return TransferRequest(produce=True, transfer_id=transfer_id, source=source)
     return (
         TransferRequest(source=_source(params)) if mode == "pull" else TransferRequest(awaited=_awaited(params, mode))
     )
@@ -252,9 +268,45 @@ class _Fields:
             return "0" * digits
         return value
 
+    def marks(self, name: str) -> bytes:
+        value = self._params.get(name)
+        digits = len(value) if isinstance(value, str) else 0
+        if not 0 < digits <= 2 * MARK_BYTES * MOST_MARKS or digits % (2 * MARK_BYTES):
+            self.problems.append(f"{name} ({2 * MARK_BYTES} hex digits for each)")
+            return b""
+        return bytes.fromhex(self.hexadecimal(name, digits))
+
+    def seconds(self, name: str) -> float:
+        """At most 2**53 of them: what a clock can show."""
+        value = self._params.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -(2**53) <= value <= 2**53:
+            self.problems.append(f"{name} (seconds)")
+            return 0.0
+        return float(value)
+
     def peer(self) -> Peer:
         engine_id, host = self.text("remote_engine_id"), self.text("remote_host")
         return Peer(engine_id=engine_id, host=host, port=self.integer("remote_port", 1, 65535))
+
+
+def _kept(params: Mapping[str, Any]) -> RemoteSource | None:
+    """What D has kept of the turn before. ``None`` where nothing is said of it, or nothing that can be proved.
+
+    It only saves time, so it is no reason to refuse a request.
+    """
+    if params.get("remote_block_ids") is None:
+        return None
+    given = _Fields(params)
+    seconds = given.seconds("remote_blocks_expiry_time")
+    marks, mark_tokens = given.marks("pdkv_marks"), given.integer("pdkv_mark_tokens", 1, 2**31 - 1)
+    if given.problems:
+        return None
+    try:
+        source = _source(params)
+    except BadRequest:
+        return None
+    grant = msgspec.structs.replace(source.grant, marks=marks, mark_tokens=mark_tokens)
+    return msgspec.structs.replace(source, grant=grant, expires_ns=round(seconds * NS_PER_S))
 
 
 def _source(params: Mapping[str, Any]) -> RemoteSource:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,12 +109,16 @@ class Prompt:
 
 
 class Placement:
-    """The order in which to try the instances of one role for a request."""
+    """The order in which to try the instances of one role for a request.
+
+    ``on_lost`` are called with the label of an instance that gives its figures no longer.
+    """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.seats = {backend.label: Seat(backend) for backend in pool.backends}
         self._memory = PrefixMemory()
+        self.on_lost: list[Callable[[str], None]] = [self._memory.forget]
 
     def order(self, prompt: Prompt) -> list[Backend]:
         """Instances to try, best first: not resting, not draining, not short of memory with others queueing before.
@@ -161,7 +165,8 @@ class Placement:
         except (httpx.HTTPError, PdkvError):
             figures = None
         if figures is None and seat.figures is not None:
-            self._memory.forget(seat.backend.label)  # it may have died and come back with an empty cache
+            for forget in self.on_lost:  # it may have died and come back with an empty cache
+                forget(seat.backend.label)
         seat.told(figures)
 
 

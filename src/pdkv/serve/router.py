@@ -1,9 +1,10 @@
 """The P/D proxy (design 3): the prompt to a prefill instance, and the request with P's lease to a decode instance.
 
-What P answers is opaque here. The client's own ``kv_transfer_params`` are stripped. D's bytes go to the client as they
-are. When no P can be reached, D computes the prompt itself unless ``prefill_fallback`` is ``fail``: a slower answer is
-what a user expects from a router that still has a working instance, and the header ``x-pdkv-prefill: local`` and a
-metric say that it happened. When D cannot be reached, P's lease ends by expiry: only a consumer may end one.
+What P answers is opaque here; in bidirectional mode D's answer is read, too (`turns`). The client's own
+``kv_transfer_params`` are stripped. Else D's bytes go to the client as they are. When no P can be reached, D computes
+the prompt itself unless ``prefill_fallback`` is ``fail``: a slower answer is what a user expects from a router that
+still has a working instance, and the header ``x-pdkv-prefill: local`` and a metric say that it happened. When D cannot
+be reached, P's lease ends by expiry: only a consumer may end one.
 
 In pull mode D is asked when P has answered, in push and write mode both are asked at once (`push_legs`). An instance
 that fails before anything of its answer was passed on is replaced by the next of its role. Which instance comes first
@@ -33,6 +34,7 @@ from pdkv.serve.params import PREFILL_LEG, check_form
 from pdkv.serve.placement import Placement, Prompt, keep_asking
 from pdkv.serve.push_legs import PushLegs
 from pdkv.serve.strict_json import parse_json
+from pdkv.serve.turns import TurnMemory
 
 
 class Router:
@@ -48,10 +50,21 @@ class Router:
         )  # fmt: skip
         self._on_prefill, self._on_decode = Placement(prefill), Placement(decode)
         self.drains = Drains((self._on_prefill, self._on_decode))
-        self._legs = Legs(options, self._client, self._on_prefill, self._on_decode, self._metrics)
+        self._turns = self._turn_memory(options) if options.bidirectional_kv_xfer else None
+        self._legs = Legs(options, self._client, self._on_prefill, self._on_decode, self._metrics, self._turns)
         mode = options.transfer_mode
         self._push = PushLegs(self._legs, self._client, mode) if mode != "pull" else None
         self._asking: list[asyncio.Task[None]] = []
+
+    def _turn_memory(self, options: RouterOptions) -> TurnMemory:
+        """For the turns that decode instances keep: not those of one that is to stop, or has lost its memory."""
+        seats = self._on_decode.seats
+        turns = TurnMemory(
+            options.decoder_kv_blocks_ttl_s,
+            lambda label: not (seats[label].draining or seats[label].backend.resting),
+        )
+        self._on_decode.on_lost.append(turns.forget)
+        return turns
 
     async def start(self) -> None:
         """Ask the instances for their figures from now on."""
@@ -95,11 +108,14 @@ class Router:
     async def _pull(self, call: Call) -> Response:
         """One leg after the other."""
         failures: list[str] = []
+        kept = self._turns.take(call.body) if self._turns is not None else None
+        if self._turns is not None:
+            self._metrics.turns.labels(offered="no" if kept is None else "yes").inc()
         for backend in self._on_prefill.order(call.prompt):
             # It is needed until the decode instance has begun to answer.
             with self._on_prefill.sending(backend, call.prompt):
                 try:
-                    prefill = await self._legs.prefill(backend, call, PREFILL_LEG)
+                    prefill = await self._legs.prefill(backend, call, kept or PREFILL_LEG)
                 except LegFailed as error:
                     failures.append(str(error))
                     continue
@@ -107,7 +123,7 @@ class Router:
                     return prefill.refused
                 if prefill.local_because is not None:
                     return await self._legs.decode_alone(call, prefill.local_because)
-                return await self._legs.decode(call, prefill.params)
+                return await self._legs.decode(call, prefill.params, prefill.turn)
         return await self._legs.without_prefill(call, failures)
 
 

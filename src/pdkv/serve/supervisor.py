@@ -136,6 +136,8 @@ class Cluster:
             prefill_fallback=options.prefill_fallback,
             transfer_mode=options.transfer_mode,
             instance_timeout_s=options.instance_timeout_s,
+            bidirectional_kv_xfer=options.decode.bidirectional_kv_xfer,
+            decoder_kv_blocks_ttl_s=options.decode.decoder_kv_blocks_ttl_s,
         )
         parts.append(Part("router", "pdkv.serve.router_main", router, self._public))
         self._public = None

@@ -29,6 +29,7 @@ from pdkv.core.events import (
     Preempted,
     Quarantined,
     TokenSampled,
+    TurnDeclined,
 )
 from pdkv.core.ports import MemoryView
 from pdkv.runtime.transfer_stats import TransferStats
@@ -98,6 +99,7 @@ class Telemetry:
             TokenSampled: self._token,
             Finished: self._finished,
             Preempted: self._preempted,
+            TurnDeclined: self._turn_declined,
             LoadStarted: self._load_started,
             LoadFinished: self._load_finished,
             LoadFailed: self._load_failed,
@@ -135,11 +137,13 @@ class Telemetry:
         self._cached_tokens = counter("vllm:prompt_tokens_cached", "Prompt tokens not computed here")
         self._by_source = counter("vllm:prompt_tokens_by_source", "Prompt tokens by where their KV came from", "source")
         self._failed_transfers = counter("vllm:nixl_num_failed_transfers", "KV loads that failed, handshakes included")
-        self._expired = counter("vllm:nixl_num_kv_expired_reqs", "Leases that ran out before the consumer was done")
+        self._expired = counter("vllm:nixl_num_kv_expired_reqs", "KV that expired before it was read")
         self._load_blocks = counter("pdkv:kv_load_blocks", "Blocks loaded from a prefill instance")
         self._leases_granted = counter("pdkv:leases_granted", "Leases granted on finished prefills")
         self._leases_renewed = counter("pdkv:leases_renewed", "Heartbeats that moved a lease's deadline")
         self._leases_released = counter("pdkv:leases_released", "Leases ended, by how", "how")
+        self._turns_kept = counter("pdkv:turns_kept", "Answers whose KV was kept for the conversation's next turn")
+        self._turns_released = counter("pdkv:turns_released", "Kept answers let go, by how", "how")
         self._quarantines = counter("pdkv:quarantined_blocks", "Blocks put into quarantine behind a given-up transfer")
         self._fences = counter("pdkv:fenced_blocks", "Blocks that left quarantine because the transfer was over")
         self._recomputed = counter("pdkv:preempted_tokens", "Computed tokens lost to preemption")
@@ -147,6 +151,8 @@ class Telemetry:
             self._success.labels(**self._labels, finished_reason=reason)
         for how in ("done", "expired"):
             self._leases_released.labels(**self._labels, how=how)
+        for how in ("done", "expired", "gave_way"):
+            self._turns_released.labels(**self._labels, how=how)
 
     def _make_histograms(self) -> None:
         histogram = self._histogram
@@ -187,13 +193,14 @@ class Telemetry:
         self._block_bytes = gauge("pdkv:kv_block_bytes", "Bytes of one block over all layers, on one rank")
         self._ranks = gauge("pdkv:tensor_parallel_ranks", "Ranks that each have a part of every block")
         self._leases_held = gauge("pdkv:leases_held", "Leases outstanding on this instance")
+        self._turns_held = gauge("pdkv:turns_held", "Answers kept on this instance for a next turn")
         self._cache_config = Gauge(
             "vllm:cache_config_info",
             "Facts of the KV cache",
             [*self._labels, "num_gpu_blocks", "block_size", *_CAPACITY, "role", "transport"],
             registry=self.registry,
         )
-        self._held = 0
+        self._held = self._turns = 0
 
     # ---------------------------------------------------------------------------------------------------- arrivals
 
@@ -296,14 +303,29 @@ class Telemetry:
         if (life := self._lives.get(event.request_id)) is not None:
             life.fetch_ahead = False
 
-    def _lease_granted(self, _event: LeaseGranted) -> None:
+    def _lease_granted(self, event: LeaseGranted) -> None:
+        if event.next_turn:
+            self._turns_kept.inc()
+            self._turns += 1
+            return
         self._leases_granted.inc()
         self._held += 1
 
     def _lease_renewed(self, _event: LeaseRenewed) -> None:
         self._leases_renewed.inc()
 
+    def _turn_released(self, event: LeaseReleased) -> None:
+        how = "gave_way" if event.gave_way else "expired" if event.expired else "done"
+        self._turns_released.labels(**self._labels, how=how).inc()
+        self._turns -= 1
+
+    def _turn_declined(self, _event: TurnDeclined) -> None:
+        self._expired.inc()
+
     def _lease_released(self, event: LeaseReleased) -> None:
+        if event.next_turn:
+            self._turn_released(event)
+            return
         self._leases_released.labels(**self._labels, how="expired" if event.expired else "done").inc()
         self._held -= 1
         if event.expired:
@@ -328,6 +350,7 @@ class Telemetry:
         info, view, stats = instance.info, instance.memory(), instance.stats()
         self._set_memory(info, view)
         self._leases_held.set(self._held)
+        self._turns_held.set(self._turns)
         self._running.set(stats.running)
         self._awaiting.set(len(view.awaiting))
         self._waiting.set(stats.waiting)

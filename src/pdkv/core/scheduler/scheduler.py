@@ -292,6 +292,7 @@ class Scheduler:
         self._consumer.forget(request)
         if lease is None and request.new.produce:
             self._producer.announcements.ended(request.new.transfer_id, f"the prefill ended ({error or reason.value})")
+        kept = lease is not None and not request.produces
         request.move_to(Status.FINISHED)
         self._ended.append(request)
         self._journal.emit(
@@ -304,6 +305,7 @@ class Scheduler:
                 cached_tokens=request.cached_tokens,
                 error=error,
                 lease=lease,
+                kept_until_ns=self._journal.now_ns + self._config.kept_ttl_ns if kept else None,
             )
         )
 

@@ -1,0 +1,180 @@
+"""Bidirectional mode with real processes: D keeps an answer's KV, and the next turn's prefill on P reads it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.e2e.processes import INSTANCE, Part, tokens_of, until
+
+from pdkv.serve.params import PREFILL_LEG
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+TTL_S = 30
+OPTIONS = (
+    *("--kv-cache-memory-bytes", "150MiB", "--max-num-batched-tokens", "256", "--max-num-seqs", "16", *INSTANCE),
+    *("--bidirectional-kv-xfer", "--kv-recompute-threshold", "32", "--decoder-kv-blocks-ttl", str(TTL_S)),
+)
+NEW_TOKENS = 48  # more than the threshold: P lacks at least the answer
+
+
+@dataclass
+class Cluster:
+    """P, two D and the router."""
+
+    p: Part
+    ds: list[Part]
+    router: Part
+
+    @property
+    def loaded_blocks(self) -> float:
+        """That P has read so far."""
+        return self.p.counter("pdkv:kv_load_blocks_total")
+
+
+@pytest.fixture(scope="module")
+def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    logs, parts = tmp_path_factory.mktemp("logs"), list[Part]()
+
+    def start(name: str, *arguments: str) -> Part:
+        parts.append(Part(Path(logs) / f"{name}.log", *arguments))
+        return parts[-1]
+
+    try:
+        p = start("p", "prefill", smollm2, *OPTIONS)
+        ds = [start(f"d{i}", "decode", smollm2, *OPTIONS) for i in range(2)]
+        for part in parts:
+            part.ready()
+        urls = ("--prefill", p.url, "--decode", ds[0].url, "--decode", ds[1].url)
+        turns = ("--bidirectional-kv-xfer", "--decoder-kv-blocks-ttl", str(TTL_S))
+        yield Cluster(p, ds, start("router", "router", "--port", "0", *turns, *urls).ready())
+    finally:
+        for part in parts:
+            part.end()
+
+
+def chat(
+    part: Part, messages: list[dict[str, str]], *, stream: bool = False, **more: Any
+) -> tuple[str, httpx.Response]:
+    """The answer's text, and all that was sent."""
+    body = {"messages": messages, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "stream": stream}
+    answer = httpx.post(f"{part.url}/v1/chat/completions", json={**body, **more}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        return answer.json()["choices"][0]["message"]["content"], answer
+    events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    return "".join(event["choices"][0]["delta"].get("content", "") for event in events), answer
+
+
+def prompt(length: int = 100) -> list[int]:
+    """A prompt that nobody has seen."""
+    return [1000 + secrets.randbelow(30000) for _ in range(length)]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_three_turns_are_those_of_a_single_instance_and_p_reads_two_of_them(cluster: Cluster, stream: bool) -> None:
+    messages = [{"role": "user", "content": f"Tell me about the number {secrets.randbelow(10**6)}, in many words."}]
+    for number in range(3):
+        before = cluster.loaded_blocks
+        text, answer = chat(cluster.router, messages, stream=stream)
+        expected, _ = chat(cluster.ds[0], messages, cache_salt="alone")
+        assert text == expected
+        assert "pdkv_token" not in answer.text
+        assert answer.headers["x-pdkv-prefill"] == "remote"
+        assert answer.headers.get("x-pdkv-turn") == (None if number == 0 else "loaded")
+        read = cluster.loaded_blocks - before
+        assert read == 0 if number == 0 else read >= NEW_TOKENS // 16 - 1
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"And {number}?"}]
+    kept = [holder for d in cluster.ds for holder in d.memory()["holders"]]
+    assert kept
+    assert {(one["account"], one["cause"]) for one in kept} == {("retained", "kept for the conversation's next turn")}
+    assert all(0 < one["deadline_s"] <= TTL_S for one in kept)
+
+
+def test_everything_is_free_when_the_time_is_up(cluster: Cluster) -> None:
+    chat(cluster.router, [{"role": "user", "content": "Say something, please, about nothing in particular."}])
+    assert not all(d.idle() for d in cluster.ds)
+    until(lambda: all(d.idle() for d in cluster.ds), TTL_S + 20)
+    assert cluster.p.idle()
+    assert all(d.counter("pdkv:turns_held") == 0 for d in cluster.ds)
+    assert sum(d.counter("vllm:nixl_num_kv_expired_reqs_total") for d in cluster.ds) == 0
+
+
+def kept_turn(cluster: Cluster, d: Part) -> tuple[list[int], dict[str, Any]]:
+    """Tokens of a turn that ``d`` has answered, and what it says that it keeps."""
+    tokens = prompt()
+    answer = d.ask(tokens, NEW_TOKENS, kv_transfer_params=cluster.p.prefill(tokens))
+    params = answer.json()["kv_transfer_params"]
+    assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
+    assert params["remote_num_tokens"] == len(tokens) + NEW_TOKENS - 1
+    return tokens + tokens_of(answer), params
+
+
+def second_turn(cluster: Cluster, tokens: list[int], params: dict[str, Any]) -> str:
+    """What P makes of it; its token must be that of an instance alone."""
+    answer = cluster.p.ask(tokens, 1, kv_transfer_params=params)
+    assert tokens_of(answer) == tokens_of(cluster.p.ask(tokens, 1, cache_salt="alone"))
+    assert answer.json()["kv_transfer_params"]["do_remote_prefill"] is True
+    return answer.headers.get("x-pdkv-kv", "")
+
+
+def test_p_reads_a_turn_once_and_d_lets_it_go(cluster: Cluster) -> None:
+    d = cluster.ds[0]
+    tokens, params = kept_turn(cluster, d)
+    until(lambda: d.counter("pdkv:turns_held") >= 1)
+    released = d.counter("pdkv:turns_released_total")
+    assert second_turn(cluster, tokens + prompt(20), params) == "loaded"
+    until(lambda: d.counter("pdkv:turns_released_total") > released)
+    tokens = [*tokens[:10], 999, *tokens[10:]]  # nobody has this one in a cache
+    assert second_turn(cluster, tokens, params) in ("recomputed", "cached")
+
+
+def test_of_another_text_the_common_beginning_is_read(cluster: Cluster) -> None:
+    tokens, params = kept_turn(cluster, cluster.ds[0])
+    before = cluster.loaded_blocks
+    tokens[140] ^= 1  # in the answer, its 41st token
+    assert second_turn(cluster, tokens + prompt(20), params) == "loaded"
+    assert cluster.loaded_blocks - before == 2  # of tokens 96 to 128; P had computed the 100 before them
+
+
+def test_a_forged_deadline_or_token_gives_no_wrong_answer(cluster: Cluster) -> None:
+    tokens, params = kept_turn(cluster, cluster.ds[0])
+    forged = {**params, "pdkv_proof": "0" * 32}
+    assert second_turn(cluster, tokens + prompt(20), forged) == "recomputed"
+    tokens, params = kept_turn(cluster, cluster.ds[0])
+    over = {**params, "remote_blocks_expiry_time": params["remote_blocks_expiry_time"] - TTL_S}
+    assert second_turn(cluster, tokens + prompt(20), over) == "recomputed"
+    assert cluster.p.counter("vllm:nixl_num_kv_expired_reqs_total") == 1
+
+
+def test_without_the_option_on_p_the_turn_is_given_back(cluster: Cluster) -> None:
+    d = cluster.ds[0]
+    tokens, params = kept_turn(cluster, d)
+    released = d.counter("pdkv:turns_released_total")
+    answer = cluster.ds[1].ask(tokens, 1, kv_transfer_params={**PREFILL_LEG, "do_remote_decode": False})
+    assert answer.status_code == 200
+    assert cluster.p.ask(tokens, 10**6, kv_transfer_params=params).status_code == 400  # refused before admission
+    until(lambda: d.counter("pdkv:turns_released_total") > released)
+
+
+def test_d_killed_between_the_turns(cluster: Cluster) -> None:
+    """The last test: one D is gone then."""
+    gone, left = cluster.ds
+    tokens, params = kept_turn(cluster, gone)
+    messages = [{"role": "user", "content": "What do you think of mountains and of the sea?"}]
+    text, _ = chat(cluster.router, messages)
+    gone.signal(signal.SIGKILL)
+    gone.process.wait()
+    assert second_turn(cluster, tokens + prompt(20), params) == "recomputed"
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And of rivers?"}]
+    answer, _ = chat(cluster.router, messages)
+    assert answer == chat(left, messages, cache_salt="alone")[0]
+    until(lambda: cluster.p.idle() and left.idle(), TTL_S + 20)
