@@ -16,6 +16,7 @@ from pdkv.core.ports import Int32Array, Plan
 from pdkv.core.scheduler.request import Request
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.lease import Lease
+from pdkv.core.transfer.next_turn import NextTurns
 from pdkv.core.transfer.producer import Producer
 from pdkv.simulate.instance import Life
 from pdkv.simulate.weather import Weather
@@ -114,10 +115,45 @@ def last_token_computed_by_p(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCacheManager, "leaves_last_token", False)
 
 
+def slot_outlives_its_blocks(patch: pytest.MonkeyPatch) -> None:
+    """The blocks of a kept turn that gives way are free at once, its slot is cleared a second later."""
+    real_release, real_sweep = Producer._release, Producer.sweep
+    late: dict[Producer, list[tuple[int, int]]] = {}
+
+    def release(self: Producer, lease: Lease, *, expired: bool, gave_way: bool = False) -> None:
+        if gave_way:
+            armed = self._slots._slots[lease.slot].copy()
+            real_release(self, lease, expired=expired, gave_way=True)
+            self._slots._free.remove(lease.slot)
+            self._slots._slots[lease.slot] = armed
+            late.setdefault(self, []).append((self._journal.now_ns + 10**9, lease.slot))
+        else:
+            real_release(self, lease, expired=expired)
+
+    def sweep(self: Producer) -> None:
+        due = [slot for at_ns, slot in late.get(self, []) if at_ns <= self._journal.now_ns]
+        late[self] = [(at_ns, slot) for at_ns, slot in late.get(self, []) if slot not in due]
+        for slot in due:
+            self._slots.clear(slot)
+        real_sweep(self)
+
+    patch.setattr(Producer, "_release", release)
+    patch.setattr(Producer, "sweep", sweep)
+
+
+def common_beginning_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    """P takes all that D has kept for its own tokens, though they part before the end."""
+    patch.setattr(
+        NextTurns, "_usable_tokens", lambda self, request, source: min(source.grant.num_tokens, request.num_prompt)
+    )
+
+
 PLANTS = [
     no_slot_comparison, no_quarantine, timer_is_a_fence, hashed_in_flight, slot_stays_armed, no_expiry,
     one_free_skipped, heartbeat_forgotten, no_load_deadline, window_too_small, last_token_computed_by_p,
+    slot_outlives_its_blocks, common_beginning_not_looked_for,
 ]  # fmt: skip
+OF_TALKS = (slot_outlives_its_blocks, common_beginning_not_looked_for)
 
 
 @pytest.mark.parametrize("plant", PLANTS)
@@ -130,7 +166,9 @@ def test_a_planted_bug_is_caught(plant: Callable[[Any], None], monkeypatch: pyte
         timer_is_a_fence: Weather(hang=0.3, read_ms=300),
     }.get(plant)
     groups = MODELS[1] if plant in (window_too_small, last_token_computed_by_p) else MODELS[0]
+    talks: dict[str, Any] = {"push": False, "talks": True} if plant in OF_TALKS else {}
     for seed in range(200):
-        if World(seed, STRICT, requests=REQUESTS, groups=groups, weather=weather).play().violation is not None:
+        world = World(seed, STRICT, requests=REQUESTS, groups=groups, weather=weather, **talks)
+        if world.play().violation is not None:
             return
     pytest.fail(f"{plant.__name__} goes unnoticed in 200 worlds")

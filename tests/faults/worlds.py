@@ -18,7 +18,7 @@ FIRST_HALF, SECOND_HALF = (
 _IN_A_HUNDRED = {
     "Preempted": 100, "Quarantined": 100, "Fenced": 100, "LoadFinished": 1000, "LoadFailed": 500, "LeaseExpired": 200,
     "LeaseRenewed": 200, "COMPLETED": 1000, "ERROR": 50, "LEFT": 200, "killed": 10, "stopped": 20, "mover killed": 50,
-    "calm": 5,
+    "calm": 5, "TurnRead": 20, "TurnExpired": 20, "TurnGaveWay": 200, "TurnDeclined": 20,
 }  # fmt: skip
 
 
@@ -27,7 +27,8 @@ def play(seeds: range, seen: Counter[str]) -> None:
     for seed in seeds:
         story = play_seed(seed, "strict", REQUESTS)
         assert story.violation is None, f"seed {seed}: {story.violation}"
-        assert sum(story.counts[outcome] for outcome in ("COMPLETED", "ERROR", "LEFT")) == REQUESTS
+        outcomes = sum(story.counts[outcome] for outcome in ("COMPLETED", "ERROR", "LEFT"))
+        assert REQUESTS / 2 <= outcomes == story.counts["calls"] <= REQUESTS  # not every conversation goes on
         seen.update(story.counts)
         seen["worlds"] += 1
         seen["calm"] += story.weather.calm

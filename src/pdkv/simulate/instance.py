@@ -14,6 +14,7 @@ from pdkv.core.ports import Abort, FromConsumer, FromProducer, InboxItem, Int32A
 from pdkv.core.transfer.messages import Heartbeat, OfGrant, Peer, Register, ToConsumer, ToProducer
 from pdkv.simulate.clock import Action
 from pdkv.simulate.device import Device
+from pdkv.simulate.handshakes import Handshakes
 from pdkv.simulate.mover import Mover
 from pdkv.simulate.weather import MS
 
@@ -43,6 +44,7 @@ class Life:
         self.engine = Engine(config, identity, self.slots)
         self.device = Device(config.num_blocks, config.groups)
         self.mover = Mover(self)
+        self._handshakes = Handshakes(self)
         self.legs: dict[str, Leg] = {}
         self._ended: list[str] = []  # requests that an outstanding step may still compute
         self._inbox: list[InboxItem] = []
@@ -161,6 +163,8 @@ class Life:
         for reply in plan.replies:
             self.world.network.reply(self.peer.port, reply)
         self._keepalives = plan.keepalives
+        if self.world.talks:
+            self._handshakes.keep(plan.keepalives)
         self._tell(plan.events)
 
     def _end(self, plan: Plan) -> None:

@@ -30,6 +30,14 @@ class Network:
         """Nothing arrives at ``port`` until then."""
         self._cut_until[port] = max(until_ns, self._cut_until.get(port, 0))
 
+    def is_cut(self, port: int) -> bool:
+        """Whether nothing arrives at ``port`` now."""
+        return self._cut_until.get(port, 0) > self._time.now_ns
+
+    def loses(self) -> bool:
+        """Whether the next message is lost."""
+        return self._rng.random() < self._weather.drop
+
     def delay_ns(self) -> int:
         """How long one message takes."""
         return self._rng.randrange(MS // 10, self._weather.max_delay_ms * MS)
@@ -43,11 +51,11 @@ class Network:
         self._carry(sender, int(reply.origin), reply.message)
 
     def _carry(self, sender: int, port: int, message: ToProducer | ToConsumer) -> None:
-        if self._rng.random() < self._weather.drop:
+        if self.loses():
             return
         for _ in range(2 if self._rng.random() < self._weather.duplicate else 1):
             self._time.after(self.delay_ns(), self._deliver, sender, port, message)
 
     def _deliver(self, sender: int, port: int, message: ToProducer | ToConsumer) -> None:
-        if self._cut_until.get(port, 0) <= self._time.now_ns:
+        if not self.is_cut(port):
             self._receivers[port](message, sender)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace as replace_struct
+
 from pdkv.core.events import Event, Finished, FinishReason, TokenSampled
 from pdkv.core.ports import NewRequest
 from pdkv.core.transfer.messages import Awaited, Grant, RemoteSource
@@ -37,6 +39,9 @@ class Call:
     outcome: Outcome | None = None
     error: str = ""
     source: RemoteSource | None = None  # what the prefill leg granted
+    before: RemoteSource | None = None  # what a decode instance kept of the turn before
+    kept: RemoteSource | None = None  # what it keeps of this one
+    turn: int = 0
     leg: Leg | None = None  # the one under way that matters to the client
     prefill: Leg | None = None  # push: the prefill leg beside it
     legs: int = 0
@@ -54,19 +59,20 @@ class Leg:
 class Router:
     """Sends each call to a prefill and then to a decode instance; what is lost is tried again where that is safe.
 
+    In worlds that talk, what a decode instance keeps goes with the call (`World.talk_on`) to the next turn's prefill.
     ``push``: to both at once, under a transfer id; the prefill instance announces what it has to the decode instance.
     """
 
     def __init__(self, world: World, prefill: Sequence[Instance], decode: Sequence[Instance], *, push: bool) -> None:
-        self._world, self._prefill, self._decode, self._push = world, prefill, decode, push
+        self._world, self._prefill, self._decode, self.pushes = world, prefill, decode, push
         self._turn = 0
 
     def arrive(self, call: Call) -> None:
         """A client's request."""
-        if self._push:
+        if self.pushes:
             self._both_legs(call)
             return
-        new = replace(call.new, produce=True, max_tokens=1)
+        new = replace(call.new, produce=True, max_tokens=1, source=call.before)
         if not self._send(call, self._prefill, new):
             self._decode_leg(call)  # no prefill instance answers: the decode instance computes the prompt
 
@@ -93,6 +99,8 @@ class Router:
             if leg.new.produce:
                 self._prefilled(call, leg, event)
             elif event.reason is FinishReason.LENGTH:
+                if event.lease is not None:
+                    call.kept = replace_struct(remote_source(leg, event.lease), expires_ns=event.kept_until_ns)
                 self._end(call, Outcome.COMPLETED)
             else:
                 self._end(call, Outcome.ERROR, event.error or event.reason.value)
@@ -114,7 +122,7 @@ class Router:
             self.arrive(call)
         elif call.tokens:
             self._end(call, Outcome.ERROR, "the decode instance died in the middle of its answer")
-        elif self._push:
+        elif self.pushes:
             if call.prefill is not None:
                 call.prefill.life.abort(call.prefill)
                 call.prefill = None
@@ -145,7 +153,8 @@ class Router:
     def _decode_leg(self, call: Call) -> None:
         if call.outcome is not None:
             return
-        if not self._send(call, self._decode, replace(call.new, source=call.source)):
+        keeps = self._world.talks and call.source is not None
+        if not self._send(call, self._decode, replace(call.new, source=call.source, keep_turn=keeps)):
             self._end(call, Outcome.ERROR, "no decode instance answers")
 
     def _send(self, call: Call, instances: Sequence[Instance], new: NewRequest) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Group, WindowGroup
 from pdkv.core.config import EngineConfig, TransferPolicy
-from pdkv.core.events import Event, LeaseReleased, LoadFailed
+from pdkv.core.events import Event, LeaseReleased, LoadFailed, LoadFinished
 from pdkv.core.ports import NewRequest
 from pdkv.core.transfer.messages import Peer
 from pdkv.simulate.clock import VirtualTime
@@ -35,6 +35,8 @@ MODELS: tuple[tuple[Group, ...], ...] = (
     (WindowGroup(block_size=BLOCK, window=2 * BLOCK + 1),),
 )
 _BLOCKS_OF_A_GROUP = MAX_LEN // BLOCK + 1  # that the longest request needs at most
+_LONGEST_PROMPT = 30
+_MOST_TURNS = 3
 _PATIENCE_NS = 1200_000 * MS  # everything must have ended so long after the last arrival
 _MOST_ACTIONS = 2_000  # per request: more means that somebody goes round in circles
 
@@ -81,8 +83,9 @@ class Story:
 class World:
     """Everything is drawn from ``seed``; `play` runs it to its end. ``note`` hears all that happens.
 
-    ``groups`` (of the model), ``weather``, ``push`` and ``settings`` (of every instance's `EngineConfig`) take the
-    place of what would be drawn.
+    ``groups`` (of the model), ``weather``, ``push``, ``talks`` and ``settings`` (of every instance's `EngineConfig`)
+    take the place of what would be drawn. ``talks``: up to half of the ``requests`` go on from earlier answers, which
+    are kept for that (pull only).
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class World:
         groups: tuple[Group, ...] | None = None,
         weather: Weather | None = None,
         push: bool | None = None,
+        talks: bool | None = None,
         note: Note | None = None,
         **settings: Any,
     ) -> None:
@@ -105,14 +109,18 @@ class World:
         self.network = Network(self.time, self.rng, self.weather)
         self.counts: Counter[str] = Counter()
         self._wasted = ""
+        self._lots = Random(f"{seed} turns")  # of their own, as above
         if policy.bounded_waits and self.rng.random() < 0.25:
             policy = replace(policy, load_failure="fail")
         self._instances: list[Instance] = []
         prefill = [self._instance(f"P{i}", i, policy) for i in range(self.rng.randrange(1, 3))]
         decode = [self._instance(f"D{i}", 10 + i, policy) for i in range(self.rng.randrange(1, 3))]
         self.router = Router(self, prefill, decode, push=bool(self.rng.random() < 0.5) if push is None else push)
-        self.calls = list(self._arrivals(requests))
-        self.open = requests
+        half = self._lots.random() < 0.5
+        self.talks = not self.router.pushes and (half if talks is None else talks)
+        self._most_calls = requests
+        self.calls = list(self._arrivals((requests + 1) // 2 if self.talks else requests))
+        self.open = len(self.calls)
         for instance in self._instances:
             self.time.after(100 * MS, self._misfortune, instance)
 
@@ -143,6 +151,9 @@ class World:
             fence_timeout_ns=1000 * MS,
             lease_ns=3000 * MS,
             max_leased_fraction=rng.choice([0.4, 0.8]),
+            kept_ttl_ns=self._lots.choice([6000, 12_000, 60_000]) * MS,
+            max_kept_fraction=self._lots.choice([0.4, 1.0]),
+            kv_recompute_threshold=self._lots.choice([0, BLOCK, 2 * BLOCK]),
         )
         return replace(drawn, **self._settings)
 
@@ -152,7 +163,7 @@ class World:
         at_ns, gap_ms = 0, rng.choice([20, 80, 200])
         for number in range(requests):
             at_ns += rng.randrange(0, 2 * gap_ms * MS)
-            prompt = families[rng.randrange(len(families))][: rng.randrange(1, 31)].copy()
+            prompt = families[rng.randrange(len(families))][: rng.randrange(1, _LONGEST_PROMPT + 1)].copy()
             if rng.random() < 0.6:
                 prompt[rng.randrange(len(prompt))] = 60 + number  # shares its head only
             salt = "salt" if rng.random() < 0.1 else None
@@ -161,11 +172,35 @@ class World:
                 priority=rng.randrange(0, 2), cache_salt=salt,
             )  # fmt: skip
             call = Call(new)
-            self.time.after(at_ns, self.router.arrive, call)
-            if rng.random() < self.weather.abort:
-                self.time.after(at_ns + rng.randrange(0, 3000 * MS), self.router.leave, call)
+            self._arrive_in(at_ns, call)
             yield call
         self._last_arrival_ns = at_ns
+
+    def talk_on(self, call: Call) -> None:
+        """Perhaps the client goes on from an answer, by its tokens or, now and then, by others of the same text."""
+        if len(self.calls) == self._most_calls:
+            return
+        rng, answer = self.rng, np.asarray(call.tokens, dtype=np.int32)
+        if rng.random() < 0.2:
+            answer[rng.randrange(len(answer))] = 55
+        more = np.array([rng.randrange(50) for _ in range(rng.randrange(1, 4))], dtype=np.int32)
+        prompt = np.concatenate((call.new.prompt, answer, more))
+        if len(prompt) > _LONGEST_PROMPT or call.turn == _MOST_TURNS or rng.random() < 0.2:
+            return
+        new = replace(call.new, request_id=f"{call.new.request_id}+", prompt=prompt, max_tokens=rng.randrange(1, 9))
+        before = call.kept if rng.random() < 0.9 else None  # the router has forgotten it
+        after = Call(new, before=before, turn=call.turn + 1)
+        self.calls.append(after)
+        self.open += 1
+        thinks_ns = rng.choice([300, 3000, 12_000]) * MS
+        self._arrive_in(rng.randrange(thinks_ns), after)
+
+    def _arrive_in(self, delay_ns: int, call: Call) -> None:
+        """A call that its client may give up again."""
+        self.counts["calls"] += 1
+        self.time.after(delay_ns, self.router.arrive, call)
+        if self.rng.random() < self.weather.abort:
+            self.time.after(delay_ns + self.rng.randrange(0, 3000 * MS), self.router.leave, call)
 
     def _misfortune(self, instance: Instance) -> None:
         """Ten times a second an instance may be hit by what has a rate."""
@@ -204,17 +239,30 @@ class World:
         """What an engine reported."""
         for event in events:
             name = type(event).__name__
-            if isinstance(event, LeaseReleased) and event.expired:
+            if isinstance(event, LeaseReleased) and event.next_turn:
+                self.counts["TurnExpired"] += event.expired
+                self.counts["TurnGaveWay"] += event.gave_way
+            elif isinstance(event, LoadFinished):
+                self.counts["TurnRead"] += self._of_a_kept_turn(life, event)
+            if isinstance(event, LeaseReleased) and event.expired and not event.next_turn:
                 self.counts["LeaseExpired"] += 1
                 self._wasted = self._wasted or f"{life.name}: the lease of {event.request_id} expired"
-            elif isinstance(event, LoadFailed):
+            elif isinstance(event, LoadFailed) and not self._of_a_kept_turn(life, event):
                 self._wasted = self._wasted or f"{life.name}: {event.request_id}: {event.cause}"
             self.note(life.name, name, event)
+
+    @staticmethod
+    def _of_a_kept_turn(life: Life, event: Event) -> bool:
+        """That one was let go, for its time or the memory, before it was read is no waste."""
+        leg = life.legs.get(event.request_id)
+        return leg is not None and leg.new.produce and leg.new.source is not None
 
     def ended(self, call: Call) -> None:
         """A client has seen an outcome."""
         assert call.outcome is not None
         self.open -= 1
+        if self.talks and call.outcome is Outcome.COMPLETED:
+            self.talk_on(call)
         self.note("router", call.outcome.name, f"{call.new.request_id} {call.error}")
 
     def note(self, who: str, what: str, details: object = "") -> None:
