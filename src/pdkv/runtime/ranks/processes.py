@@ -61,7 +61,8 @@ class _Rank:
                 [sys.executable, "-m", "pdkv.runtime.ranks.worker", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                stdout=subprocess.PIPE,  # ours is for the ready line alone
+                stderr=subprocess.STDOUT,
                 env=environment(PYTHONUNBUFFERED="1"),
             )
         except BaseException:
@@ -80,8 +81,8 @@ class _Rank:
 
     def _watch(self) -> None:
         """Pass its log on to ours, until it ends."""
-        assert self.process.stderr is not None
-        with self.process.stderr as stream:
+        assert self.process.stdout is not None
+        with self.process.stdout as stream:
             for raw in stream:
                 line = raw.decode(errors="replace").rstrip()
                 self.last_lines.append(line)

@@ -33,9 +33,14 @@ def start_ranks(
         return None
     if device.startswith("cuda"):
         raise ConfigError(no_ranks_on_cuda(ranks))
-    begin = Begin(
+    return RankProcesses(begin_of(settings, files, device, baseline), [device] * ranks)
+
+
+def begin_of(settings: InstanceSettings, files: ModelFiles, device: str, baseline: MemoryBaseline) -> Begin:
+    """What every rank must know to load; its own number and device are put in by `RankProcesses`."""
+    return Begin(
         rank=0,
-        ranks=ranks,
+        ranks=settings.tensor_parallel_size,
         rendezvous="",
         model_name=files.name,
         directory=str(files.directory),
@@ -47,7 +52,6 @@ def start_ranks(
         total_bytes=baseline.total_bytes,
         free_bytes=baseline.free_bytes,
     )
-    return RankProcesses(begin, [device] * ranks)
 
 
 def profile_of(settings: InstanceSettings, limits: ProfileLimits) -> Profile:

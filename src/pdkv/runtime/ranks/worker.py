@@ -7,6 +7,7 @@ one else but the ranks' collectives, and dies with its parent.
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
@@ -101,6 +102,8 @@ def _work(sock: socket.socket, talk: _Conversation, begin: Begin) -> None:
     else:
         pool = KvPool.create(*shape[:2], *shape[3:], model.dtype, begin.device, ranks=begin.ranks)
     runner = Runner(model, pool)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: no garbage collection need walk it
     while True:
         runner.forward(batch_of(talk.next(Step)))
 
