@@ -13,8 +13,8 @@ import json
 
 import msgspec
 import numpy as np
-
 from benchmarks.transfer_half import Half
+
 from pdkv.runtime.geometry import Geometry
 from pdkv.runtime.transports.segments import Mapping
 
@@ -39,8 +39,9 @@ CASES = {
 
 def measure(transport: str, theirs: Geometry, ours: Geometry, rounds: int) -> dict[str, float | int]:
     """Seconds of the fastest READ, its rate, and the copies it is made of."""
-    units = np.random.default_rng(1).permutation(_TOKENS // min(theirs.block_size, ours.block_size))
-    segments = [len(part) for part in Mapping(theirs, ours).slices(units.astype(np.int32), units[::-1].astype(np.int32))]
+    count = _TOKENS // min(theirs.block_size, ours.block_size)
+    units = np.random.default_rng(1).permutation(count).astype(np.int32)
+    segments = [len(part) for part in Mapping(theirs, ours).slices(units, units[::-1])]
     producer = Half("producer", transport=transport, geometry=theirs).start()
     consumer = Half("consumer", transport=transport, geometry=ours).start()
     try:

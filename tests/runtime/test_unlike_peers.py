@@ -1,4 +1,4 @@
-"""READs between instances of different block sizes and numbers of ranks, with real movers."""
+"""READs and WRITEs between instances of different block sizes and numbers of ranks, with real movers."""
 
 from __future__ import annotations
 
@@ -65,8 +65,9 @@ def halves(request: pytest.FixtureRequest) -> Iterator[Halves]:
     made.close()
 
 
+@pytest.mark.parametrize("way", ["read", "written"])
 @pytest.mark.parametrize("case", CASES)
-def test_kv_arrives_on_every_rank(halves: Halves, case: str) -> None:
+def test_kv_arrives_on_every_rank(halves: Halves, case: str, way: str) -> None:
     theirs, ours = CASES[case]
     producer, consumer = halves.get("producer", theirs), halves.get("consumer", ours)
     rng = np.random.default_rng(5)
@@ -82,10 +83,11 @@ def test_kv_arrives_on_every_rank(halves: Halves, case: str) -> None:
         )
         wanted[own_block, :, :, own_part : own_part + unit] = kv[block, :, :, part : part + unit]
 
-    source = producer.grant((1, 2))
-    ended = consumer.read(source, local, remote)
+    if way == "read":
+        ended = consumer.read(producer.grant((1, 2)), local, remote)
+    else:
+        ended = producer.write(consumer, consumer.write_grant(local), remote)
     assert ended.error is None
-    assert ended.slot == (source.grant.nonce, source.grant.lease_id)
     assert ended.moved_bytes == len(local) * ours.nbytes * unit // TOKENS
     assert np.array_equal(consumer.blocks, laid_out(wanted, ours).reshape(consumer.blocks.shape))
 

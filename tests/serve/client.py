@@ -14,7 +14,7 @@ from pdkv.serve.params import grant_to_params
 from pdkv.serve.telemetry import Telemetry
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-GOOD_PARAMS = grant_to_params(GRANT, engine_id="p-1", request_id="r", host="127.0.0.1", port=5600)
+GOOD_PARAMS = grant_to_params(GRANT, engine_id="p-1", request_id="r", host="127.0.0.1", port=5600, tp_size=1)
 
 
 def app_of(instance: FakeInstance) -> Any:

@@ -27,12 +27,13 @@ VLLM_KEYS = {
 
 
 def params() -> dict[str, Any]:
-    made = grant_to_params(GRANT, engine_id="p-1", request_id="r", host="127.0.0.1", port=5600)
+    made = grant_to_params(GRANT, engine_id="p-1", request_id="r", host="127.0.0.1", port=5600, tp_size=2)
     return json.loads(json.dumps(made))
 
 
 def test_every_key_of_vllm_is_present() -> None:
     assert set(params()) >= VLLM_KEYS
+    assert params()["tp_size"] == 2
 
 
 def test_a_grant_survives_the_journey_through_json() -> None:

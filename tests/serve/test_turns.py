@@ -29,14 +29,20 @@ COMPLETIONS = "/v1/completions"
 def kept_params(**changes: Any) -> dict[str, Any]:
     """As they come out of D's answer."""
     made = grant_to_params(
-        MARKED, engine_id="d-1", request_id="r", host="127.0.0.1", port=5600, kept_until_ns=12_345_678_901_234
+        MARKED,
+        engine_id="d-1",
+        request_id="r",
+        host="127.0.0.1",
+        port=5600,
+        tp_size=1,
+        kept_until_ns=12_345_678_901_234,
     )
     return json.loads(json.dumps(made)) | changes
 
 
 def ordinary_params() -> dict[str, Any]:
     """As they come out of P's answer."""
-    return grant_to_params(GRANT, engine_id="p-1", request_id="r", host="127.0.0.1", port=5600)
+    return grant_to_params(GRANT, engine_id="p-1", request_id="r", host="127.0.0.1", port=5600, tp_size=1)
 
 
 # ------------------------------------------------------------------------------------------------------------- params

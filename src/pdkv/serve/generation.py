@@ -324,6 +324,7 @@ class Frontend:
             request_id=choice.request.request_id,
             host=info.side_channel_host,
             port=info.side_channel_port,
+            tp_size=info.tensor_parallel_size,
             kept_until_ns=finished.kept_until_ns,
         )
 

@@ -107,9 +107,17 @@ def side_channel_of(health: Any) -> Peer:
 
 
 def grant_to_params(
-    grant: Grant, *, engine_id: str, request_id: str, host: str, port: int, kept_until_ns: int | None = None
+    grant: Grant,
+    *,
+    engine_id: str,
+    request_id: str,
+    host: str,
+    port: int,
+    tp_size: int,
+    kept_until_ns: int | None = None,
 ) -> dict[str, Any]:
-    """P's answer: every key of vLLM's, plus pdkv's six. ``host``/``port`` are P's side channel.
+    """P's answer: every key of vLLM's, plus pdkv's six. ``host``/``port`` are P's side channel, ``tp_size`` its ranks
+    (for who reads vLLM's params: the other side learns of them by the handshake).
 
     With ``kept_until_ns`` D's answer: what it keeps for the next turn, and until when.
     """
@@ -123,7 +131,7 @@ def grant_to_params(
         "remote_request_id": request_id,
         "remote_host": host,
         "remote_port": port,
-        "tp_size": 1,
+        "tp_size": tp_size,
         "dcp_size": 1,
         "pp_size": 1,
         "remote_num_tokens": grant.num_tokens,
