@@ -23,10 +23,11 @@ from transfer_half import Half, empty_plan
 from workload import answer_commands
 
 from pdkv.core.ports import FromProducer, Keepalive, ReadEnded, SendMessage
-from pdkv.core.transfer.messages import Announce, Peer, Register, RemoteSource
+from pdkv.core.transfer.messages import Announce, Peer, Register, RegisterWrite, RemoteSource, Written
 from pdkv.runtime.shared_memory import SharedMemory
 
 _TIMEOUT_S = 60.0
+_SLOTS = 64
 _SUBMIT_INTERVAL_S = 0.001
 
 
@@ -105,6 +106,7 @@ class Transfers:
         self.producer = Helper("transfer_producer.py", half)
         self.peer = msgspec.convert(self.producer.facts["peer"], Peer)
         self._map_producer(self.producer.facts["pool_file"])
+        self.grants = 0
         self.nixl: NixlEnd | None = None
         if self.consumer.control.transport == "nixl" and config.get("bare_nixl"):
             self._start_nixl(self.producer.facts["pool_file"])
@@ -138,8 +140,8 @@ class Transfers:
     # ------------------------------------------------------------------------------------------------------- rates
 
     def pdkv(self, mode: str = "pull", shape: str = "scattered") -> float:
-        """From the plan that begins it (pull: D's READ, push: P's announcement) to the delivered `ReadEnded`: slices,
-        lease slot and reports included."""
+        """From the plan that begins it (pull: D's READ, push: P's announcement, write: P's WRITE) to D's word that all
+        is there: slices, slots and reports included."""
         pairs = self.pairs[shape]
         return len(pairs.local) * self.block_bytes / MODES[mode](self, pairs).transfer_s
 
@@ -216,19 +218,37 @@ class Transfers:
     def push(self, pairs: Pairs) -> Moved:
         """D has registered before P finishes; P's announcement begins the READ."""
         transfer_id = secrets.token_hex(16)
-        self.consumer.submit(
-            messages=(SendMessage(self.peer, Register(transfer_id, self.peer.engine_id)),),
-            keepalives=(Keepalive(self.peer, (), awaited=True),),
-        )
-        self.producer.send({"do": "finish", "blocks": pairs.remote, "transfer_id": transfer_id})
-        told = self.consumer.wait(FromProducer, _TIMEOUT_S)
-        assert isinstance(told, FromProducer)
+        told = self._registered(Register(transfer_id, self.peer.engine_id), pairs)
         assert isinstance(told.message, Announce)
         source = RemoteSource(peer=told.peer, request_id=told.message.request_id, grant=told.message.grant)
         self.consumer.control.submit(self.consumer.plan_read(source, pairs.local))
         ended_s = self._wait(source)
         finished_s = self.producer.answer()["finished_s"]
         return Moved(ended_s - finished_s, ended_s - finished_s)
+
+    def write(self, pairs: Pairs) -> Moved:
+        """D has granted its blocks before P finishes; P writes them and tells D."""
+        self.grants += 1
+        grant = self.consumer.write_grant(pairs.local, grant_id=self.grants, slot=self.grants % _SLOTS)
+        message = RegisterWrite(
+            transfer_id=secrets.token_hex(16), producer=self.peer.engine_id, consumer=self.consumer.peer, grant=grant
+        )
+        told = self._registered(message, pairs)
+        ended_s = time.perf_counter()
+        if told.message != Written(grant.nonce, grant.grant_id, len(pairs.local) * self.block_bytes):
+            raise RuntimeError(f"the WRITE failed: {told.message}")
+        finished_s = self.producer.answer()["finished_s"]
+        return Moved(ended_s - finished_s, ended_s - finished_s)
+
+    def _registered(self, message: Register | RegisterWrite, pairs: Pairs) -> FromProducer:
+        """P finishes when it has heard ``message``; what it tells then."""
+        self.consumer.submit(
+            messages=(SendMessage(self.peer, message),), keepalives=(Keepalive(self.peer, (), awaited=True),)
+        )
+        self.producer.send({"do": "finish", "blocks": pairs.remote, "transfer_id": message.transfer_id})
+        told = self.consumer.wait(FromProducer, _TIMEOUT_S)
+        assert isinstance(told, FromProducer)
+        return told
 
     def _granted(self, blocks: Sequence[int]) -> tuple[RemoteSource, float]:
         answer = self.producer.ask(do="finish", blocks=blocks)
@@ -253,7 +273,11 @@ class Transfers:
         self.producer.close()
 
 
-MODES: dict[str, Callable[[Transfers, Pairs], Moved]] = {"pull": Transfers.pull, "push": Transfers.push}
+MODES: dict[str, Callable[[Transfers, Pairs], Moved]] = {
+    "pull": Transfers.pull,
+    "push": Transfers.push,
+    "write": Transfers.write,
+}
 """How KV gets from P to D; each moves ``pairs`` once."""
 
 

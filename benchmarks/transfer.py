@@ -23,7 +23,7 @@ from children import PYTHONPATH, ChildFailed, Engine
 from report import machine, say
 from workload import paired_ratio, summary
 
-MODES = ("pull", "push")
+MODES = ("pull", "push", "write")
 SHAPES = ("scattered", "contiguous")
 TRANSPORTS = ("nixl", "shm")
 BLOCKS = {"block_bytes": 64 << 10, "num_blocks": 2048, "count": 1000}

@@ -168,7 +168,7 @@ class Half:
             block_size=self.geometry.block_size,
             num_tokens=16 * len(blocks),
             first_token=0,
-            prompt_digest=b"",
+            prompt_digest=bytes(16),
         )
 
     def post_write(self, to: Half, grant: WriteGrant, local: tuple[int, ...]) -> int:
