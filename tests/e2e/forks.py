@@ -31,18 +31,20 @@ class Forked:
 
     def __init__(self, pid: int, stdout_fd: int) -> None:
         self.pid = pid
-        self._pidfd = os.pidfd_open(pid)
+        self._pidfd: int | None = os.pidfd_open(pid)
         self.stdout = open(stdout_fd, encoding="utf-8")  # noqa: SIM115
 
     def alive(self) -> bool:
         """Whether it runs, or stands still."""
-        return not select.select([self._pidfd], [], [], 0)[0]
+        return self._pidfd is not None and not select.select([self._pidfd], [], [], 0)[0]
 
     def close(self) -> None:
-        """Wait until it is gone."""
+        """Wait until it is gone; once."""
+        assert self._pidfd is not None
         select.select([self._pidfd], [], [])
         self.stdout.close()
         os.close(self._pidfd)
+        self._pidfd = None
 
 
 class ForkServer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,13 @@ class Part:
         except ProcessLookupError:
             pass
         self.process.close()
+
+
+def free_port() -> int:
+    """A port of this host on which nobody listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def tokens_of(answer: httpx.Response) -> list[int]:

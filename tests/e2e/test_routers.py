@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.e2e.processes import INSTANCE, Part, tokens_of, until
+from tests.e2e.processes import INSTANCE, Part, free_port, tokens_of, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -111,11 +110,7 @@ def test_a_decode_instance_that_dies_is_replaced(parts: dict[str, Part], router:
 def test_vllm_router_in_front(parts: dict[str, Part], tmp_path: Path) -> None:
     """vLLM's own P/D router carries our kv_transfer_params: the prompt's KV is moved, not computed again."""
     prefill, decode = parts["prefill"], parts["decode-1"]
-    ports = []
-    for _ in range(2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            ports.append(str(probe.getsockname()[1]))
+    ports = [str(free_port()) for _ in range(2)]
     command = [
         str(VLLM_ROUTER), "--vllm-pd-disaggregation", "--prefill", prefill.url, "--decode", decode.url,
         "--kv-connector", "nixl", "--policy", "round_robin", "--port", ports[0], "--prometheus-port", ports[1],

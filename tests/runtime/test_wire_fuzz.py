@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -241,6 +241,19 @@ def spoiled_value(rng: random.Random, value: Any) -> Any:
         at = rng.randrange(len(value))
         return [*value[:at], *([spoiled_value(rng, value[at])] * rng.randint(0, 3)), *value[at + 1 :]]
     return rng.choice(ODD)
+
+
+def test_every_message_of_every_decoder_is_tried() -> None:
+    decoders = {name: one for name, one in vars(wire).items() if name.startswith("decode_")}
+    assert set(decoders.values()) == set(MESSAGES)
+    unions = {
+        decode_question: wire.Question | Open,
+        decode_answer: wire.Answer | Opened,
+        decode_to_mover: wire.ToMover,
+        decode_from_mover: wire.FromMover,
+    }
+    for decode, union in unions.items():
+        assert {type(message) for message in MESSAGES[decode]} == set(get_args(union))
 
 
 @pytest.mark.parametrize("decode", MESSAGES, ids=lambda d: d.__name__)
