@@ -30,6 +30,8 @@ from pdkv.core.events import (
     Quarantined,
     TokenSampled,
     TurnDeclined,
+    WriteFailed,
+    WriteFinished,
 )
 from pdkv.core.ports import MemoryView
 from pdkv.runtime.transfer_stats import TransferStats
@@ -106,6 +108,8 @@ class Telemetry:
             LeaseGranted: self._lease_granted,
             LeaseRenewed: self._lease_renewed,
             LeaseReleased: self._lease_released,
+            WriteFinished: self._write_finished,
+            WriteFailed: self._write_failed,
             Quarantined: self._quarantined,
             Fenced: self._fenced,
         }
@@ -144,6 +148,10 @@ class Telemetry:
         self._leases_released = counter("pdkv:leases_released", "Leases ended, by how", "how")
         self._turns_kept = counter("pdkv:turns_kept", "Answers whose KV was kept for the conversation's next turn")
         self._turns_released = counter("pdkv:turns_released", "Kept answers let go, by how", "how")
+        self._written_bytes = counter(
+            "pdkv:kv_written_bytes", "Bytes of KV written into consumers' memory (WRITE push)"
+        )
+        self._writes_failed = counter("pdkv:kv_writes_failed", "WRITEs that ended before all was there")
         self._quarantines = counter("pdkv:quarantined_blocks", "Blocks put into quarantine behind a given-up transfer")
         self._fences = counter("pdkv:fenced_blocks", "Blocks that left quarantine because the transfer was over")
         self._recomputed = counter("pdkv:preempted_tokens", "Computed tokens lost to preemption")
@@ -330,6 +338,12 @@ class Telemetry:
         self._held -= 1
         if event.expired:
             self._expired.inc()
+
+    def _write_finished(self, event: WriteFinished) -> None:
+        self._written_bytes.inc(event.moved_bytes)
+
+    def _write_failed(self, _event: WriteFailed) -> None:
+        self._writes_failed.inc()
 
     def _quarantined(self, event: Quarantined) -> None:
         self._quarantines.inc(event.blocks)

@@ -249,7 +249,7 @@ class NixlTransport:
             remote = api.get_xfer_descs(flight.remote, flight.remote_kind)
             flight.handle = api.initialize_xfer(flight.operation, local, remote, self._peers[flight.peer].offer.agent)
         except Exception as error:  # nothing has been posted: no fence is needed
-            raise TransportError(f"{flight.peer}: NIXL refuses the {flight.operation}: {error}") from None
+            raise TransportError(f"{flight.peer}: NIXL refuses the {flight.operation.lower()}: {error}") from None
 
     def _submit(self, flight: _Flight) -> None:
         if flight.handle is None:  # the agent for which it was prepared is gone
@@ -274,7 +274,7 @@ class NixlTransport:
             self._release(flight)
             self._over(flight, None)
         elif status != "PROC":
-            self._fence(flight, f"{flight.peer}: the {flight.operation} failed: {status}")
+            self._fence(flight, f"{flight.peer}: the {flight.operation.lower()} failed: {status}")
 
     def _over(self, flight: _Flight, error: str | None) -> None:
         flight.over, flight.error, flight.handle = True, error, None
