@@ -15,9 +15,13 @@ from pdkv.core.ledger import Account
 from pdkv.core.ports import Int32Array, Plan
 from pdkv.core.scheduler.request import Request
 from pdkv.core.transfer.consumer import Consumer
+from pdkv.core.transfer.grants import Promise, WriteGrants
 from pdkv.core.transfer.lease import Lease
+from pdkv.core.transfer.messages import CancelGrant, Fenced
 from pdkv.core.transfer.next_turn import NextTurns
 from pdkv.core.transfer.producer import Producer
+from pdkv.core.transfer.rendezvous import Announcements
+from pdkv.core.transfer.writes import Writes
 from pdkv.simulate.instance import Life
 from pdkv.simulate.weather import Weather
 from pdkv.simulate.world import BLOCK, MODELS, World
@@ -36,7 +40,8 @@ def no_quarantine(patch: pytest.MonkeyPatch) -> None:
 
     def abandon(self: Consumer, request: Request, cause: str) -> None:
         real(self, request, cause)
-        self._fence(max(self._given_up))
+        if self._given_up:  # not a grant
+            self._fence(max(self._given_up))
 
     patch.setattr(Consumer, "abandon", abandon)
 
@@ -148,6 +153,39 @@ def common_beginning_not_looked_for(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def reuse_before_fenced(patch: pytest.MonkeyPatch) -> None:
+    """D frees what it has granted as soon as it gives it up, as if CANCEL were a fence."""
+    real = WriteGrants.take_back
+
+    def take_back(self: WriteGrants, promise: Promise, cause: str) -> None:
+        real(self, promise, cause)
+        self._fence(promise.grant.grant_id)
+
+    patch.setattr(WriteGrants, "take_back", take_back)
+
+
+def write_after_cancel(patch: pytest.MonkeyPatch) -> None:
+    """P answers FENCED at once, and goes on with the WRITE that it has, or gets to later."""
+
+    def on_cancel(self: Writes, message: CancelGrant, origin: bytes) -> None:
+        self._reply(origin, Fenced(message.nonce, message.grant_id))
+
+    patch.setattr(Writes, "on_cancel", on_cancel)
+    patch.setattr(Announcements, "on_cancel", lambda *_: None)
+    patch.setattr(Announcements, "on_withdraw", lambda *_: None)
+
+
+def sources_go_with_their_lease(patch: pytest.MonkeyPatch) -> None:
+    """P frees what it is still writing from when the lease ends."""
+    patch.setattr(Writes, "uses", lambda self, lease: False)
+
+
+def no_grant_deadline(patch: pytest.MonkeyPatch) -> None:
+    """D waits for a WRITE for ever."""
+    patch.setattr(WriteGrants, "overdue", lambda self: [])
+
+
+OF_WRITES = [reuse_before_fenced, write_after_cancel, sources_go_with_their_lease, no_grant_deadline]
 PLANTS = [
     no_slot_comparison, no_quarantine, timer_is_a_fence, hashed_in_flight, slot_stays_armed, no_expiry,
     one_free_skipped, heartbeat_forgotten, no_load_deadline, window_too_small, last_token_computed_by_p,
@@ -170,5 +208,15 @@ def test_a_planted_bug_is_caught(plant: Callable[[Any], None], monkeypatch: pyte
     for seed in range(200):
         world = World(seed, STRICT, requests=REQUESTS, groups=groups, weather=weather, **talks)
         if world.play().violation is not None:
+            return
+    pytest.fail(f"{plant.__name__} goes unnoticed in 200 worlds")
+
+
+@pytest.mark.parametrize("plant", OF_WRITES)
+def test_a_planted_bug_of_write_push_is_caught(plant: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    nixl = {"mode": "write", "shared_memory": False}  # the other's copies look at the slot, and so at what is wrong
+    for seed in range(200):
+        if World(seed, STRICT, requests=REQUESTS, groups=MODELS[0], **nixl).play().violation is not None:  # type: ignore[arg-type]
             return
     pytest.fail(f"{plant.__name__} goes unnoticed in 200 worlds")

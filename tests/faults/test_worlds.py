@@ -6,17 +6,18 @@ import pytest
 
 from pdkv.core.config import STRICT, TRANSFER_POLICIES
 from pdkv.simulate.faults import play_seeds, trace
+from pdkv.simulate.router import Mode
 from pdkv.simulate.weather import Weather
 from pdkv.simulate.world import MODELS, World
 
 REQUESTS = 60
 
 
-@pytest.mark.parametrize("push", [False, True])
-def test_calm_worlds_waste_nothing(push: bool) -> None:
+@pytest.mark.parametrize("mode", ["pull", "push", "write"])
+def test_calm_worlds_waste_nothing(mode: Mode) -> None:
     calm = Weather(max_delay_ms=50, read_ms=200)
     for seed, groups in enumerate(MODELS):
-        story = World(seed, STRICT, requests=REQUESTS, groups=groups, weather=calm, push=push).play()
+        story = World(seed, STRICT, requests=REQUESTS, groups=groups, weather=calm, mode=mode).play()
         assert story.violation is None, story.violation
         assert story.counts["COMPLETED"] == REQUESTS
         assert story.counts["LoadFinished"] > REQUESTS / 3

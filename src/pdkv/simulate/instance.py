@@ -5,18 +5,30 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from pdkv.core.config import EngineConfig
 from pdkv.core.engine import Engine, Identity
 from pdkv.core.events import Event, Finished
-from pdkv.core.ports import Abort, FromConsumer, FromProducer, InboxItem, Int32Array, Keepalive, NewRequest, Plan
-from pdkv.core.transfer.messages import Heartbeat, OfGrant, Peer, Register, ToConsumer, ToProducer
+from pdkv.core.ports import (
+    Abort,
+    FromConsumer,
+    FromProducer,
+    InboxItem,
+    Int32Array,
+    Keepalive,
+    NewRequest,
+    Plan,
+    SendMessage,
+)
+from pdkv.core.transfer.messages import Heartbeat, OfGrant, Peer, Register, RegisterWrite, ToConsumer, ToProducer
 from pdkv.simulate.clock import Action
 from pdkv.simulate.device import Device
 from pdkv.simulate.handshakes import Handshakes
 from pdkv.simulate.mover import Mover
 from pdkv.simulate.weather import MS
+from pdkv.simulate.writer import Fences, Writer
 
 if TYPE_CHECKING:
     from pdkv.simulate.router import Leg
@@ -43,8 +55,9 @@ class Life:
         identity = Identity(engine_id=name, nonce=rng.randrange(1, 2**60), secret=rng.randbytes(32))
         self.engine = Engine(config, identity, self.slots)
         self.device = Device(config.num_blocks, config.groups)
-        self.mover = Mover(self)
+        self.mover, self.writer, self.fences = Mover(self), Writer(self), Fences(self)
         self._handshakes = Handshakes(self)
+        self.engine.accept_writes(self.peer)
         self.legs: dict[str, Leg] = {}
         self._ended: list[str] = []  # requests that an outstanding step may still compute
         self._inbox: list[InboxItem] = []
@@ -52,7 +65,7 @@ class Life:
         self._keepalives: tuple[Keepalive, ...] = ()
         self._busy = False
         self._checks = 0
-        self._asked: dict[str, Peer] = {}  # by transfer id: whom it was registered with
+        self._asked: dict[str | int, Peer] = {}  # by transfer id, and by grant: whom it was registered with
         self._alarm = 0
         self._overdue: dict[tuple[str, int], int] = {}  # quarantined owners past their deadline: since when seen so
         self._last_step_ns = world.time.now_ns
@@ -109,9 +122,8 @@ class Life:
         if isinstance(message, ToProducer):
             self.deliver(FromConsumer(message, self.now_ns, str(sender).encode()))
             return
-        if isinstance(message, OfGrant):
-            return
-        peer = self._asked.get(message.transfer_id)  # a connection is to one life of a producer
+        asked = message.grant_id if isinstance(message, OfGrant) else message.transfer_id
+        peer = self._asked.get(asked)  # a connection is to one life of a producer
         if peer is not None and peer.port == sender:
             self.deliver(FromProducer(message, peer))
 
@@ -154,18 +166,30 @@ class Life:
             self.mover.kill()
         for post in plan.reads:
             self.mover.post(post)
+        for write in plan.writes:
+            self.writer.post(write)
         for handle in plan.cancels:
             self.mover.cancel(handle)
+            self.writer.cancel(handle)
+        self.fences.take(plan)
         for message in plan.messages:
-            if isinstance(message.message, Register):
-                self._asked[message.message.transfer_id] = message.peer
-            self.world.network.send(self.peer.port, message.peer, message.message)
+            self._send(message)
         for reply in plan.replies:
             self.world.network.reply(self.peer.port, reply)
         self._keepalives = plan.keepalives
         if self.world.talks:
             self._handshakes.keep(plan.keepalives)
         self._tell(plan.events)
+
+    def _send(self, message: SendMessage) -> None:
+        said = message.message
+        if isinstance(said, Register | RegisterWrite):
+            self._asked[said.transfer_id] = message.peer
+        if isinstance(said, RegisterWrite):
+            said = msgspec.structs.replace(said, epoch=self.fences.epoch)  # as `runtime.control` does
+            if said.grant is not None:
+                self._asked[said.grant.grant_id] = message.peer
+        self.world.network.send(self.peer.port, message.peer, said)
 
     def _end(self, plan: Plan) -> None:
         depth = self.engine.config.max_outstanding_plans
@@ -274,6 +298,7 @@ class Instance:
             self._world.time.after(self._world.network.delay_ns(), self._world.router.lost, leg)
         for other in self._world.lives():
             other.mover.peer_died(life)
+            other.writer.peer_died(life)
 
     def _receive(self, message: ToProducer | ToConsumer, sender: int) -> None:
         if self.life is not None:

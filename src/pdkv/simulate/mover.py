@@ -42,8 +42,8 @@ class Mover:
         self._world = life.world
         self._rng, self._weather = life.world.rng, life.world.weather
         self._reads: dict[int, Read] = {}
-        self._number = 0  # of the mover's own lives
-        self._ready_ns = 0  # nothing of this life moves before what it fenced has been told
+        self.number = 0  # of the mover's own lives
+        self.ready_ns = 0  # nothing of this life moves before what it fenced has been told
         self.restarts = 0
 
     def post(self, post: PostRead) -> None:
@@ -61,15 +61,16 @@ class Mover:
 
     def kill(self) -> None:
         """The last fence: all it had been handed is over; what was still queued goes to the next one."""
-        fenced = [read for read in self._reads.values() if not read.ended and read.mover == self._number]
+        fenced = [read for read in self._reads.values() if not read.ended and read.mover == self.number]
         for read in fenced:
             read.ended = True
-        self._number += 1
+        handles = (*(read.post.handle for read in fenced), *self._life.writer.fence())
+        self.number += 1
         self.restarts += 1
-        self._world.note(self._life.name, "mover killed", f"handles {[read.post.handle for read in fenced]} fenced")
-        handles = tuple(read.post.handle for read in fenced)
+        self._world.note(self._life.name, "mover killed", f"handles {list(handles)} fenced")
+        self._life.fences.mover_lost()
         lasts_ns = self._rng.randrange(1, 300 * MS)
-        self._ready_ns = self._world.time.now_ns + lasts_ns
+        self.ready_ns = self._world.time.now_ns + lasts_ns
         self._life.later(lasts_ns, self._life.deliver, MoverRestarted(handles))
 
     def peer_died(self, peer: Life) -> None:
@@ -83,11 +84,11 @@ class Mover:
     def _begin(self, read: Read) -> None:
         if read.ended:
             return
-        waits_ns = self._ready_ns - self._world.time.now_ns
+        waits_ns = self.ready_ns - self._world.time.now_ns
         if waits_ns > 0:
             self._life.later(waits_ns, self._begin, read)
             return
-        read.mover = self._number
+        read.mover = self.number
         read.source = self._world.life_of(read.post.source.peer)
         if read.source is None:
             delay_ns = self._rng.randrange(1, _PEER_DEATH_SEEN_NS)
@@ -114,7 +115,7 @@ class Mover:
 
     def _runs(self, read: Read) -> bool:
         """Whether it can still write."""
-        return not read.ended and read.mover == self._number
+        return not read.ended and read.mover == self.number
 
     def _copy(self, read: Read, remote: int, local: int) -> None:
         source = read.source
@@ -140,11 +141,11 @@ class Mover:
         self._report(read, None if fails else (nonce, lease_id), "the transfer broke")
 
     def _stop(self, read: Read) -> None:
-        if not read.ended and read.mover in (None, self._number):
+        if not read.ended and read.mover in (None, self.number):
             self._report(read, None, "cancelled")
 
     def _report(self, read: Read, slot: tuple[int, int] | None, error: str) -> None:
-        if read.ended or read.mover not in (None, self._number):
+        if read.ended or read.mover not in (None, self.number):
             return
         read.ended = True
         moved_bytes = read.moved_blocks * self._life.device.tags[0].nbytes

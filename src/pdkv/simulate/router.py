@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from msgspec.structs import replace as replace_struct
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pdkv.simulate.instance import Instance, Life
     from pdkv.simulate.world import World
 
+Mode = Literal["pull", "push", "write"]
+"""`--transfer-mode`."""
 _SILENCE_NS = 8000 * MS  # an instance that shows no sign of life for so long is given up (`--instance-timeout`)
 _MOST_LEGS = 8
 
@@ -60,16 +62,17 @@ class Router:
     """Sends each call to a prefill and then to a decode instance; what is lost is tried again where that is safe.
 
     In worlds that talk, what a decode instance keeps goes with the call (`World.talk_on`) to the next turn's prefill.
-    ``push``: to both at once, under a transfer id; the prefill instance announces what it has to the decode instance.
+    In mode ``push`` and ``write`` to both at once, under a transfer id: the prefill instance announces what it has to
+    the decode instance, or writes it.
     """
 
-    def __init__(self, world: World, prefill: Sequence[Instance], decode: Sequence[Instance], *, push: bool) -> None:
-        self._world, self._prefill, self._decode, self.pushes = world, prefill, decode, push
+    def __init__(self, world: World, prefill: Sequence[Instance], decode: Sequence[Instance], mode: Mode) -> None:
+        self._world, self._prefill, self._decode, self.mode = world, prefill, decode, mode
         self._turn = 0
 
     def arrive(self, call: Call) -> None:
         """A client's request."""
-        if self.pushes:
+        if self.mode != "pull":
             self._both_legs(call)
             return
         new = replace(call.new, produce=True, max_tokens=1, source=call.before)
@@ -122,7 +125,7 @@ class Router:
             self.arrive(call)
         elif call.tokens:
             self._end(call, Outcome.ERROR, "the decode instance died in the middle of its answer")
-        elif self.pushes:
+        elif self.mode != "pull":
             if call.prefill is not None:
                 call.prefill.life.abort(call.prefill)
                 call.prefill = None
@@ -141,7 +144,7 @@ class Router:
             return
         call.prefill, call.leg = call.leg, None
         assert call.prefill is not None
-        awaited = Awaited(peer=call.prefill.life.peer, transfer_id=transfer_id)
+        awaited = Awaited(peer=call.prefill.life.peer, transfer_id=transfer_id, write=self.mode == "write")
         if not self._send(call, self._decode, replace(call.new, awaited=awaited)):
             self._end(call, Outcome.ERROR, "no decode instance answers")
 

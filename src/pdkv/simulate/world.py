@@ -20,7 +20,7 @@ from pdkv.simulate.clock import VirtualTime
 from pdkv.simulate.device import ForeignKV, expected_output
 from pdkv.simulate.instance import Instance, Life
 from pdkv.simulate.network import Network
-from pdkv.simulate.router import Call, Outcome, Router
+from pdkv.simulate.router import Call, Mode, Outcome, Router
 from pdkv.simulate.weather import MS, Weather
 
 BLOCK = 4
@@ -83,9 +83,9 @@ class Story:
 class World:
     """Everything is drawn from ``seed``; `play` runs it to its end. ``note`` hears all that happens.
 
-    ``groups`` (of the model), ``weather``, ``push``, ``talks`` and ``settings`` (of every instance's `EngineConfig`)
-    take the place of what would be drawn. ``talks``: up to half of the ``requests`` go on from earlier answers, which
-    are kept for that (pull only).
+    ``groups`` (of the model), ``weather``, ``mode``, ``shared_memory``, ``talks`` and ``settings`` (of every instance's
+    `EngineConfig`) take the place of what would be drawn. ``talks``: up to half of the ``requests`` go on from earlier
+    answers, which are kept for that (pull only).
     """
 
     def __init__(
@@ -96,7 +96,8 @@ class World:
         requests: int = 200,
         groups: tuple[Group, ...] | None = None,
         weather: Weather | None = None,
-        push: bool | None = None,
+        mode: Mode | None = None,
+        shared_memory: bool | None = None,
         talks: bool | None = None,
         note: Note | None = None,
         **settings: Any,
@@ -107,6 +108,8 @@ class World:
         self._groups = _draw_model(seed) if groups is None else groups
         self.time = VirtualTime()
         self.network = Network(self.time, self.rng, self.weather)
+        lots = Random(f"{seed} mode")  # of its own, as that of the model
+        self.shared_memory = lots.random() < 0.5 if shared_memory is None else shared_memory
         self.counts: Counter[str] = Counter()
         self._wasted = ""
         self._lots = Random(f"{seed} turns")  # of their own, as above
@@ -115,9 +118,12 @@ class World:
         self._instances: list[Instance] = []
         prefill = [self._instance(f"P{i}", i, policy) for i in range(self.rng.randrange(1, 3))]
         decode = [self._instance(f"D{i}", 10 + i, policy) for i in range(self.rng.randrange(1, 3))]
-        self.router = Router(self, prefill, decode, push=bool(self.rng.random() < 0.5) if push is None else push)
+        push = self.rng.random() < 0.5
+        if mode is None:
+            mode = "write" if lots.random() < 1 / 3 else "push" if push else "pull"
+        self.router = Router(self, prefill, decode, mode)
         half = self._lots.random() < 0.5
-        self.talks = not self.router.pushes and (half if talks is None else talks)
+        self.talks = mode == "pull" and (half if talks is None else talks)
         self._most_calls = requests
         self.calls = list(self._arrivals((requests + 1) // 2 if self.talks else requests))
         self.open = len(self.calls)
