@@ -1,6 +1,7 @@
 """Late push with real processes: two P, a strict D, a D by vLLM's rules, and a router that starts both legs at once.
 
-Where a test sends only D's leg, D waits for as long as the test wants: P knows nothing of that id yet.
+Where a test sends only D's leg, D waits for as long as the test wants: P knows nothing of that id yet. The model is a
+tiny one, computed 16 tokens a step, so that a long prefill takes its time.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.e2e.processes import INSTANCE, Part, tokens_of, until
+from tests.e2e.processes import Part, tokens_of, until
+from tests.runtime.tiny import save_tiny
 
 from pdkv.serve.params import push_legs, side_channel_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-OPTIONS = ("--kv-cache-memory-bytes", "150MiB", "--max-num-batched-tokens", "64", "--max-num-seqs", "16", *INSTANCE)
+MAX_LENGTH = 8192
+OPTIONS = (
+    *("--port", "0", "--threads", "1", "--debug", "--max-model-len", str(MAX_LENGTH)),
+    *("--kv-cache-memory-bytes", "16MiB", "--max-num-batched-tokens", "16", "--max-num-seqs", "16"),
+)
 NEW_TOKENS = 6
-LONG = 800  # tokens: a dozen steps of P
+LONG = 8000  # tokens: 500 steps of P, a second and more
 
 
 @dataclass
@@ -47,17 +53,18 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     logs, parts = tmp_path_factory.mktemp("logs"), list[Part]()
+    model = str(save_tiny("llama", logs / "model", max_position_embeddings=MAX_LENGTH).directory)
 
     def start(name: str, *arguments: str) -> Part:
         parts.append(Part(Path(logs) / f"{name}.log", *arguments))
         return parts[-1]
 
     try:
-        prefills = [start(f"p{i}", "prefill", smollm2, *OPTIONS) for i in range(2)]
-        d = start("d", "decode", smollm2, *OPTIONS)
-        vllm = start("vllm", "decode", smollm2, *OPTIONS, "--policy", "vllm", "--push-registration-timeout", "1")
+        prefills = [start(f"p{i}", "prefill", model, *OPTIONS) for i in range(2)]
+        d = start("d", "decode", model, *OPTIONS)
+        vllm = start("vllm", "decode", model, *OPTIONS, "--policy", "vllm", "--push-registration-timeout", "1")
         for part in parts:
             part.ready()
         urls = ("--prefill", prefills[0].url, "--prefill", prefills[1].url, "--decode", d.url)
@@ -76,7 +83,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def prompt(length: int = 100) -> list[int]:
     """A prompt that nobody has seen."""
-    return [1000 + secrets.randbelow(30000) for _ in range(length)]
+    return [5 + secrets.randbelow(90) for _ in range(length)]
 
 
 def legs(p: Part) -> tuple[dict[str, Any], dict[str, Any]]:
