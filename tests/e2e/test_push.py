@@ -30,7 +30,7 @@ OPTIONS = (
     *("--kv-cache-memory-bytes", "16MiB", "--max-num-batched-tokens", "16", "--max-num-seqs", "16"),
 )
 NEW_TOKENS = 6
-LONG = 8000  # tokens: 500 steps of P, a second and more
+LONG = 5000  # tokens: 300 steps of P, a second or so
 
 
 @dataclass

@@ -148,6 +148,17 @@ def stopped(send: Callable[[int], None]) -> Iterator[None]:
             pass
 
 
+def ask_both(cluster: Cluster, pool: ThreadPoolExecutor) -> dict[str, tuple[list[int], Future[httpx.Response]]]:
+    """By mode, a prompt and its answer: at once, where a test waits for a lease to end."""
+    prompts = {mode: prompt() for mode in MODES}
+    return {m: (tokens, pool.submit(cluster.routers[m].ask, tokens, NEW_TOKENS)) for m, tokens in prompts.items()}
+
+
+def granted(part: Part) -> float:
+    """Leases so far."""
+    return part.counter("pdkv:leases_granted_total")
+
+
 def check_right(cluster: Cluster, answer: httpx.Response, tokens: list[int]) -> None:
     """The tokens that D computes alone; and everything is given back."""
     assert tokens_of(answer) == tokens_of(cluster.d.ask(tokens, len(tokens_of(answer)), cache_salt="alone"))
@@ -219,13 +230,14 @@ def test_p_killed_after_the_read_is_not_missed(cluster: Cluster, pool: ThreadPoo
 # ------------------------------------------------------------------------------------------------------- D is killed
 
 
-def test_d_killed_with_the_request_in_its_queue(cluster: Cluster, pool: ThreadPoolExecutor, mode: str) -> None:
+def test_d_killed_with_the_request_in_its_queue(cluster: Cluster, pool: ThreadPoolExecutor) -> None:
+    before = granted(cluster.p)
     with busy(cluster.d, pool):
-        asked = pool.submit(cluster.routers[mode].ask, prompt(), NEW_TOKENS)
-        until(lambda: cluster.p.memory()["accounts"]["retained"] > 0)
-        until(lambda: cluster.d.counter("vllm:num_requests_waiting") == 1)
+        asked = ask_both(cluster, pool)
+        until(lambda: granted(cluster.p) == before + 2 and cluster.d.counter("vllm:num_requests_waiting") == 2)
         cluster.d.end()
-        check_lost(cluster, asked, 3 * LEASE_S)
+        for _, answer in asked.values():
+            check_lost(cluster, answer, 3 * LEASE_S)
 
 
 def test_d_killed_during_the_read(cluster: Cluster, pool: ThreadPoolExecutor, mode: str) -> None:
@@ -249,40 +261,41 @@ def test_d_killed_while_it_decodes(cluster: Cluster, pool: ThreadPoolExecutor, m
 # ------------------------------------------------------------------------------- stopped for longer than a lease
 
 
-def test_p_stopped_for_longer_than_the_lease(cluster: Cluster, pool: ThreadPoolExecutor, mode: str) -> None:
+def test_p_stopped_for_longer_than_the_lease(cluster: Cluster, pool: ThreadPoolExecutor) -> None:
     """The router gives it up; when it goes on it frees what its client no longer waits for."""
-    tokens = prompt()
     with stopped(cluster.p.signal):
-        asked = pool.submit(cluster.routers[mode].ask, tokens, NEW_TOKENS)
-        assert asked.result(60).headers["x-pdkv-prefill"] == "local"
-    check_right(cluster, asked.result(), tokens)
+        asked = ask_both(cluster, pool)
+        for _, answer in asked.values():
+            assert answer.result(60).headers["x-pdkv-prefill"] == "local"
+    for tokens, answer in asked.values():
+        check_right(cluster, answer.result(), tokens)
 
 
-def test_d_stopped_for_longer_than_the_lease(cluster: Cluster, pool: ThreadPoolExecutor, mode: str) -> None:
+def test_d_stopped_for_longer_than_the_lease(cluster: Cluster, pool: ThreadPoolExecutor) -> None:
     """P frees when it has heard nothing for so long; D finds that out and computes."""
-    tokens, expired = prompt(), cluster.p.counter("vllm:nixl_num_kv_expired_reqs_total")
+    before, expired = granted(cluster.p), cluster.p.counter("vllm:nixl_num_kv_expired_reqs_total")
     with stopped(cluster.d.signal):
-        asked = pool.submit(cluster.routers[mode].ask, tokens, NEW_TOKENS)
-        until(lambda: cluster.p.memory()["accounts"]["retained"] > 0)
+        asked = ask_both(cluster, pool)
+        until(lambda: granted(cluster.p) == before + 2)
         until(cluster.p.idle, 3 * LEASE_S)
-    assert cluster.p.counter("vllm:nixl_num_kv_expired_reqs_total") == expired + 1
-    assert asked.result(60).headers["x-pdkv-kv"] == "recomputed"
-    check_right(cluster, asked.result(), tokens)
+    assert cluster.p.counter("vllm:nixl_num_kv_expired_reqs_total") == expired + 2
+    for tokens, answer in asked.values():
+        assert answer.result(60).headers["x-pdkv-kv"] == "recomputed"
+        check_right(cluster, answer.result(), tokens)
 
 
 # --------------------------------------------------------------------------------------------------- a closed port
 
 
-def test_a_side_channel_that_nobody_listens_on(cluster: Cluster, mode: str) -> None:
+def test_a_side_channel_that_nobody_listens_on(cluster: Cluster) -> None:
     """D computes; P, whom nobody asks, frees when its lease ends."""
-    tokens = prompt()
-    if mode == "pull":
-        leg = cluster.p.prefill(tokens)
-    else:
-        to_p, leg = push_legs(
-            side_channel_of(httpx.get(f"{cluster.p.url}/health", timeout=30).json()), secrets.token_hex(16)
-        )
-        assert cluster.p.ask(tokens, 1, kv_transfer_params=to_p).status_code == 200
-    answer = cluster.d.ask(tokens, NEW_TOKENS, kv_transfer_params={**leg, "remote_port": free_port()})
-    assert answer.headers["x-pdkv-kv"] == "recomputed"
-    check_right(cluster, answer, tokens)
+    pulled, pushed = prompt(), prompt()
+    leg = cluster.p.prefill(pulled)
+    side_channel = side_channel_of(httpx.get(f"{cluster.p.url}/health", timeout=30).json())
+    to_p, to_d = push_legs(side_channel, secrets.token_hex(16))
+    assert cluster.p.ask(pushed, 1, kv_transfer_params=to_p).status_code == 200
+    for tokens, params in ((pulled, leg), (pushed, to_d)):
+        answer = cluster.d.ask(tokens, NEW_TOKENS, kv_transfer_params={**params, "remote_port": free_port()})
+        assert answer.headers["x-pdkv-kv"] == "recomputed"
+        assert tokens_of(answer) == tokens_of(cluster.d.ask(tokens, NEW_TOKENS, cache_salt="alone"))
+    until(cluster.settled)
