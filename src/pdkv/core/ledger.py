@@ -263,7 +263,7 @@ class Ledger:
         """Recount from the states; raises ``AssertionError`` on any difference."""
         amounts = np.bincount(self._number, minlength=len(self._states))
         counts = [0] * len(Account)
-        for number in np.flatnonzero(amounts).tolist():
+        for number in amounts.nonzero()[0].tolist():
             counts[self._states[number].account] += amounts.item(number)
         assert counts == self.counts, "ledger: counts differ"
         assert sum(counts) == self.num_blocks, "ledger: accounts do not add up to the pool"

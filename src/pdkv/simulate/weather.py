@@ -47,8 +47,8 @@ class Weather:
         if rng.random() < 0.125:
             return quiet
         worst = {
-            "drop": 0.5, "duplicate": 0.5, "outage": 0.1, "late": 0.3, "fail": 0.3, "hang": 0.2, "mover_crash": 0.1,
-            "crash": 0.04, "pause": 0.1, "long_step": 0.01, "abort": 0.3,
+            "drop": 0.5, "duplicate": 0.5, "outage": 0.2, "late": 0.3, "fail": 0.3, "hang": 0.2, "mover_crash": 0.2,
+            "crash": 0.08, "pause": 0.2, "long_step": 0.02, "abort": 0.3,
         }  # fmt: skip
         share = rng.choice([0.3, 0.6, 1.0])
         drawn = {name: most * rng.random() ** 2 if rng.random() < share else 0.0 for name, most in worst.items()}

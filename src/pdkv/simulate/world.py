@@ -166,7 +166,7 @@ class World:
     def _arrivals(self, requests: int) -> Iterator[Call]:
         rng = self.rng
         families = [np.array([rng.randrange(50) for _ in range(MAX_LEN)], dtype=np.int32) for _ in range(4)]
-        at_ns, gap_ms = 0, rng.choice([20, 80, 200])
+        at_ns, gap_ms = 0, rng.choice([10, 30, 90])
         for number in range(requests):
             at_ns += rng.randrange(0, 2 * gap_ms * MS)
             prompt = families[rng.randrange(len(families))][: rng.randrange(1, _LONGEST_PROMPT + 1)].copy()

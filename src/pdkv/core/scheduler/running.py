@@ -207,6 +207,10 @@ class RunningSet(Sequence[Request]):
         """Compare the arrays with the requests; raises ``AssertionError`` on any difference."""
         assert len(set(self.columns.tolist())) == len(self.columns) == len(self._requests), "running: columns differ"
         assert len(self.columns) + len(self._vacant) == len(self.sequence), "running: a column is lost"
+        assert not np.count_nonzero(self.scheduled), "running: something is scheduled between plans"
+        if not self._requests:
+            assert not self._stops, "running: stop tokens differ"
+            return
         stops: Multiset[int] = Multiset()
         sequence, ends = self.sequence[self.columns].tolist(), self.end[self.columns].tolist()
         for request, column, number, end in zip(self._requests, self.columns.tolist(), sequence, ends, strict=True):
@@ -220,4 +224,3 @@ class RunningSet(Sequence[Request]):
             assert request.last_token == request.memory[request.num_tokens - 1], f"{request.request_id}: last token"
         self._manager.growth.check(self)
         assert stops == self._stops, "running: stop tokens differ"
-        assert not np.count_nonzero(self.scheduled), "running: something is scheduled between plans"
