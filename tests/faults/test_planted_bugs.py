@@ -16,7 +16,7 @@ from pdkv.core.ports import Int32Array, Plan
 from pdkv.core.scheduler.request import Request
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.grants import Promise, WriteGrants
-from pdkv.core.transfer.lease import Lease
+from pdkv.core.transfer.lease import Lease, LeaseSlots
 from pdkv.core.transfer.messages import CancelGrant, Fenced
 from pdkv.core.transfer.next_turn import NextTurns
 from pdkv.core.transfer.producer import Producer
@@ -69,13 +69,8 @@ def hashed_in_flight(patch: pytest.MonkeyPatch) -> None:
 
 
 def slot_stays_armed(patch: pytest.MonkeyPatch) -> None:
-    """P frees the blocks of an expired lease without clearing its slot."""
-
-    def release(self: Producer, lease: Lease, *, expired: bool, gave_way: bool = False) -> None:
-        del self._by_token[lease.token]
-        self._manager.release(lease.key)
-
-    patch.setattr(Producer, "_release", release)
+    """P frees the blocks of a lease without clearing its slot."""
+    patch.setattr(LeaseSlots, "clear", lambda self, slot: self._free.append(slot))
 
 
 def no_expiry(patch: pytest.MonkeyPatch) -> None:

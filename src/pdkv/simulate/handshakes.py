@@ -17,11 +17,12 @@ _ASK_AGAIN_NS = 1000 * MS
 
 
 class Handshakes:
-    """Asks a peer how its clock goes when it is first awaited, and again for as long as there was no answer."""
+    """One with each peer when it is first awaited, and again for as long as there is none (`PeerMet`, `PeerLost`)."""
 
     def __init__(self, life: Life) -> None:
         self._life, self._world = life, life.world
         self._awaited: dict[Peer, None] = {}
+        self._asked: set[Peer] = set()  # by a handshake that is under way
         self._best: dict[Peer, tuple[int, int]] = {}  # (round trip, clock offset) of the shortest round trip
 
     def keep(self, keepalives: Iterable[Keepalive]) -> None:
@@ -31,8 +32,13 @@ class Handshakes:
             if peer not in before:
                 self._ask(peer)
 
+    def broke(self, peer: Peer) -> None:
+        """The connection to a peer that died: a handshake that stood counts no longer."""
+        self._life.later(self._world.network.delay_ns(), self._ask, peer)
+
     def _ask(self, peer: Peer) -> None:
-        if peer in self._awaited:
+        if peer in self._awaited and peer not in self._asked:
+            self._asked.add(peer)
             self._world.time.after(self._world.network.delay_ns(), self._arrive, peer, self._life.now_ns)
 
     def _arrive(self, peer: Peer, sent_ns: int) -> None:
@@ -46,12 +52,15 @@ class Handshakes:
             self._life.later(network.delay_ns(), self._met, peer, sent_ns, other.now_ns)
 
     def _met(self, peer: Peer, sent_ns: int, clock_ns: int) -> None:
+        self._asked.discard(peer)
         now_ns = self._life.now_ns
         sample = now_ns - sent_ns, clock_ns - (sent_ns + now_ns) // 2
         best = self._best[peer] = min(sample, self._best.get(peer, sample), key=lambda one: one[0])
         self._life.deliver(PeerMet(peer, best[1]))
 
     def _lost(self, peer: Peer) -> None:
+        self._asked.discard(peer)
         if peer in self._awaited:
+            self._world.note(self._life.name, "PeerLost", peer.engine_id)
             self._life.deliver(PeerLost(peer, "no handshake"))
             self._life.later(_ASK_AGAIN_NS, self._ask, peer)

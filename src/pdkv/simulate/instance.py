@@ -56,7 +56,7 @@ class Life:
         self.engine = Engine(config, identity, self.slots)
         self.device = Device(config.num_blocks, config.groups)
         self.mover, self.writer, self.fences = Mover(self), Writer(self), Fences(self)
-        self._handshakes = Handshakes(self)
+        self.handshakes = Handshakes(self)
         self.engine.accept_writes(self.peer)
         self.legs: dict[str, Leg] = {}
         self._ended: list[str] = []  # requests that an outstanding step may still compute
@@ -154,6 +154,7 @@ class Life:
         lasts_ns = rng.randrange(1, 20 * MS) if len(plan.batch) else rng.randrange(MS // 10, MS)
         if weather.long_step and len(plan.batch) and rng.random() < weather.long_step:
             lasts_ns = rng.randrange(100, 5000) * MS
+            self.world.counts["long step"] += 1
         self.later(lasts_ns, self._end, plan)
 
     def _computed(self, new: NewRequest) -> Int32Array:
@@ -177,8 +178,7 @@ class Life:
         for reply in plan.replies:
             self.world.network.reply(self.peer.port, reply)
         self._keepalives = plan.keepalives
-        if self.world.talks:
-            self._handshakes.keep(plan.keepalives)
+        self.handshakes.keep(plan.keepalives)
         self._tell(plan.events)
 
     def _send(self, message: SendMessage) -> None:
@@ -299,6 +299,7 @@ class Instance:
         for other in self._world.lives():
             other.mover.peer_died(life)
             other.writer.peer_died(life)
+            other.handshakes.broke(life.peer)
 
     def _receive(self, message: ToProducer | ToConsumer, sender: int) -> None:
         if self.life is not None:

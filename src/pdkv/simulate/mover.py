@@ -102,9 +102,12 @@ class Mover:
         lasts_ns = rng.randrange(1, weather.read_ms + 1) * MS
         if rng.random() < weather.late:
             lasts_ns = rng.randrange(1, 15_000) * MS
+            self._world.counts["READ late"] += 1
         fate = rng.random()
         hangs = fate < weather.hang
         fails = not hangs and fate < weather.hang + weather.fail
+        self._world.counts["READ hangs"] += hangs
+        self._world.counts["READ breaks"] += fails
         post = read.post
         for remote, local in zip(post.remote_blocks.tolist(), post.local_blocks.tolist(), strict=True):
             if (hangs or fails) and rng.random() < 0.3:
@@ -137,7 +140,9 @@ class Mover:
         if source.stopped_for_ns:
             self._life.later(source.stopped_for_ns + MS, self._data_over, read, fails)
             return
-        nonce, lease_id = (int(word) for word in source.slots[read.post.source.grant.slot])
+        grant = read.post.source.grant
+        nonce, lease_id = (int(word) for word in source.slots[grant.slot])
+        self._world.counts["READ after its lease"] += (nonce, lease_id) != (grant.nonce, grant.lease_id)
         self._report(read, None if fails else (nonce, lease_id), "the transfer broke")
 
     def _stop(self, read: Read) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 
@@ -17,8 +18,9 @@ Receiver = Callable[[ToProducer | ToConsumer, int], None]
 class Network:
     """Carries peer messages to whoever listens at an address then, the next life of a crashed instance included."""
 
-    def __init__(self, time: VirtualTime, rng: Random, weather: Weather) -> None:
-        self._time, self._rng, self._weather = time, rng, weather
+    def __init__(self, time: VirtualTime, rng: Random, weather: Weather, counts: Counter[str]) -> None:
+        self._time, self._rng, self._weather, self._counts = time, rng, weather, counts
+        self._newest: dict[tuple[int, int], int] = {}  # (from, to): when the newest message that has arrived was sent
         self._receivers: dict[int, Receiver] = {}
         self._cut_until: dict[int, int] = {}
 
@@ -52,10 +54,18 @@ class Network:
 
     def _carry(self, sender: int, port: int, message: ToProducer | ToConsumer) -> None:
         if self.loses():
+            self._counts["message lost"] += 1
             return
-        for _ in range(2 if self._rng.random() < self._weather.duplicate else 1):
-            self._time.after(self.delay_ns(), self._deliver, sender, port, message)
+        doubled = self._rng.random() < self._weather.duplicate
+        self._counts["message doubled"] += doubled
+        for _ in range(1 + doubled):
+            self._time.after(self.delay_ns(), self._deliver, sender, port, message, self._time.now_ns)
 
-    def _deliver(self, sender: int, port: int, message: ToProducer | ToConsumer) -> None:
-        if not self.is_cut(port):
-            self._receivers[port](message, sender)
+    def _deliver(self, sender: int, port: int, message: ToProducer | ToConsumer, sent_ns: int) -> None:
+        if self.is_cut(port):
+            self._counts["message lost"] += 1
+            return
+        newest_ns = self._newest.get((sender, port), 0)
+        self._counts["message overtaken"] += sent_ns < newest_ns
+        self._newest[sender, port] = max(newest_ns, sent_ns)
+        self._receivers[port](message, sender)

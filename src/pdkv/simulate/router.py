@@ -47,6 +47,8 @@ class Call:
     leg: Leg | None = None  # the one under way that matters to the client
     prefill: Leg | None = None  # push: the prefill leg beside it
     legs: int = 0
+    sent: set[bool] = field(default_factory=set)  # legs there were: to a prefill instance (True), a decode one (False)
+    leaves_at: str = ""  # the event of a leg behind which its client leaves
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +59,18 @@ class Leg:
     new: NewRequest
     life: Life
 
+    @property
+    def state(self) -> str:
+        """Where its request is, for people."""
+        request = self.life.engine.requests.get(self.new.request_id)
+        awaits = request is not None and request.awaited is not None
+        return "not there" if request is None else "AWAITING" if awaits else request.status.name
+
 
 class Router:
     """Sends each call to a prefill and then to a decode instance; what is lost is tried again where that is safe.
 
-    In worlds that talk, what a decode instance keeps goes with the call (`World.talk_on`) to the next turn's prefill.
+    In worlds that talk, what a decode instance keeps goes with the call (`World.ended`) to the next turn's prefill.
     In mode ``push`` and ``write`` to both at once, under a transfer id: the prefill instance announces what it has to
     the decode instance, or writes it.
     """
@@ -82,6 +91,9 @@ class Router:
     def leave(self, call: Call) -> None:
         """The client closes its connection."""
         if call.outcome is None:
+            for leg in (call.leg, call.prefill):
+                if leg is not None:
+                    self._world.counts[f"left while {leg.state}"] += 1
             self._end(call, Outcome.LEFT)
 
     # ---------------------------------------------------------------------------------------- what instances answer
@@ -89,6 +101,9 @@ class Router:
     def heard(self, leg: Leg, event: Event) -> None:
         """A token or the end of a leg. Of a leg that was given up nothing is passed on."""
         call = leg.call
+        if type(event).__name__ == call.leaves_at:
+            call.leaves_at = ""
+            self._world.time.after(self._world.rng.randrange(5 * MS), self.leave, call)
         if leg is call.prefill:
             if isinstance(event, Finished):  # well or badly: the decode instance is told
                 call.prefill = None
@@ -169,6 +184,8 @@ class Router:
             life = instances[self._turn % len(instances)].life
             if life is None:
                 continue
+            self._world.counts["leg tried again"] += new.produce in call.sent
+            call.sent.add(new.produce)
             call.legs += 1
             call.leg = Leg(call, replace(new, request_id=f"{new.request_id}/{call.legs}"), life)
             life.submit(call.leg)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -37,8 +39,13 @@ MODELS: tuple[tuple[Group, ...], ...] = (
 _BLOCKS_OF_A_GROUP = MAX_LEN // BLOCK + 1  # that the longest request needs at most
 _LONGEST_PROMPT = 30
 _MOST_TURNS = 3
+#: Behind which of a leg's events a client may leave.
+_MOMENTS = (
+    "Registered", "LoadStarted", "LoadFinished", "LoadFailed", "Admitted", "TokenSampled", "Preempted", "LeaseGranted",
+    "Finished",
+)  # fmt: skip
 _PATIENCE_NS = 1200_000 * MS  # everything must have ended so long after the last arrival
-_MOST_ACTIONS = 2_000  # per request: more means that somebody goes round in circles
+_MOST_ACTIONS = 600  # per request: more means that somebody goes round in circles
 
 #: Hears the story: (time in ns, who, what, details).
 Note = Callable[[int, str, str, object], None]
@@ -58,6 +65,7 @@ class Kind(enum.Enum):
     STRANDED = "memory is still held after the traffic has ended"
     OUTCOME = "a client saw no outcome, two, or wrong tokens"
     LEDGER = "accounts, owners and blocks disagree, or a deadline has passed"
+    CRASHED = "an engine raised an exception"
     WASTE = "a lease expired or a load failed although nothing had gone wrong"
 
 
@@ -107,10 +115,10 @@ class World:
         self.weather = Weather.draw(self.rng) if weather is None else weather
         self._groups = _draw_model(seed) if groups is None else groups
         self.time = VirtualTime()
-        self.network = Network(self.time, self.rng, self.weather)
         lots = Random(f"{seed} mode")  # of its own, as that of the model
         self.shared_memory = lots.random() < 0.5 if shared_memory is None else shared_memory
         self.counts: Counter[str] = Counter()
+        self.network = Network(self.time, self.rng, self.weather, self.counts)
         self._wasted = ""
         self._lots = Random(f"{seed} turns")  # of their own, as above
         if policy.bounded_waits and self.rng.random() < 0.25:
@@ -165,47 +173,61 @@ class World:
 
     def _arrivals(self, requests: int) -> Iterator[Call]:
         rng = self.rng
-        families = [np.array([rng.randrange(50) for _ in range(MAX_LEN)], dtype=np.int32) for _ in range(4)]
-        at_ns, gap_ms = 0, rng.choice([10, 30, 90])
+        self._families = [np.array([rng.randrange(50) for _ in range(MAX_LEN)], dtype=np.int32) for _ in range(4)]
+        at_ns, gap_ms = 0, rng.choice([40, 120, 250] if self.talks else [10, 30, 90])  # memory to keep turns in
         for number in range(requests):
             at_ns += rng.randrange(0, 2 * gap_ms * MS)
-            prompt = families[rng.randrange(len(families))][: rng.randrange(1, _LONGEST_PROMPT + 1)].copy()
-            if rng.random() < 0.6:
-                prompt[rng.randrange(len(prompt))] = 60 + number  # shares its head only
-            salt = "salt" if rng.random() < 0.1 else None
-            new = NewRequest(
-                request_id=f"r{number}", prompt=prompt, max_tokens=rng.randrange(1, 17),
-                priority=rng.randrange(0, 2), cache_salt=salt,
-            )  # fmt: skip
-            call = Call(new)
+            call = self._opening(number)
             self._arrive_in(at_ns, call)
             yield call
         self._last_arrival_ns = at_ns
 
-    def talk_on(self, call: Call) -> None:
-        """Perhaps the client goes on from an answer, by its tokens or, now and then, by others of the same text."""
-        if len(self.calls) == self._most_calls:
+    def _opening(self, number: int) -> Call:
+        """A call that goes on from no other."""
+        rng = self.rng
+        prompt = rng.choice(self._families)[: rng.randrange(1, _LONGEST_PROMPT + 1)].copy()
+        if rng.random() < 0.6:
+            prompt[rng.randrange(len(prompt))] = 60 + number  # shares its head only
+        new = NewRequest(
+            request_id=f"r{number}", prompt=prompt, max_tokens=rng.randrange(1, 17), priority=rng.randrange(0, 2),
+            cache_salt="salt" if rng.random() < 0.1 else None,
+        )  # fmt: skip
+        return Call(new)
+
+    def _talk_on(self, call: Call) -> None:
+        """The client goes on from its answer, perhaps, or somebody else begins; until there were enough calls."""
+        number = len(self.calls)
+        if number == self._most_calls:
             return
-        rng, answer = self.rng, np.asarray(call.tokens, dtype=np.int32)
+        after = self._next_turn(call) or self._opening(number)
+        self.calls.append(after)
+        self.open += 1
+        self._arrive_in(self.rng.randrange(self.rng.choice([300, 3000, 12_000]) * MS), after)
+
+    def _next_turn(self, call: Call) -> Call | None:
+        """By the answer's tokens or, now and then, by others of the same text."""
+        rng = self.rng
+        if call.outcome is not Outcome.COMPLETED or call.turn == _MOST_TURNS or rng.random() < 0.2:
+            return None
+        answer = np.asarray(call.tokens, dtype=np.int32)
         if rng.random() < 0.2:
             answer[rng.randrange(len(answer))] = 55
         more = np.array([rng.randrange(50) for _ in range(rng.randrange(1, 4))], dtype=np.int32)
         prompt = np.concatenate((call.new.prompt, answer, more))
-        if len(prompt) > _LONGEST_PROMPT or call.turn == _MOST_TURNS or rng.random() < 0.2:
-            return
+        if len(prompt) > _LONGEST_PROMPT:
+            return None
         new = replace(call.new, request_id=f"{call.new.request_id}+", prompt=prompt, max_tokens=rng.randrange(1, 9))
         before = call.kept if rng.random() < 0.9 else None  # the router has forgotten it
-        after = Call(new, before=before, turn=call.turn + 1)
-        self.calls.append(after)
-        self.open += 1
-        thinks_ns = rng.choice([300, 3000, 12_000]) * MS
-        self._arrive_in(rng.randrange(thinks_ns), after)
+        return Call(new, before=before, turn=call.turn + 1)
 
     def _arrive_in(self, delay_ns: int, call: Call) -> None:
-        """A call that its client may give up again."""
-        self.counts["calls"] += 1
+        """A call that its client may give up again, after a time or at a certain moment."""
         self.time.after(delay_ns, self.router.arrive, call)
-        if self.rng.random() < self.weather.abort:
+        if self.rng.random() >= self.weather.abort:
+            return
+        if self.rng.random() < 0.5:
+            call.leaves_at = self.rng.choice(_MOMENTS)
+        else:
             self.time.after(delay_ns + self.rng.randrange(0, 3000 * MS), self.router.leave, call)
 
     def _misfortune(self, instance: Instance) -> None:
@@ -267,8 +289,8 @@ class World:
         """A client has seen an outcome."""
         assert call.outcome is not None
         self.open -= 1
-        if self.talks and call.outcome is Outcome.COMPLETED:
-            self.talk_on(call)
+        if self.talks:
+            self._talk_on(call)
         self.note("router", call.outcome.name, f"{call.new.request_id} {call.error}")
 
     def note(self, who: str, what: str, details: object = "") -> None:
@@ -287,6 +309,10 @@ class World:
             violation = Violation(Kind.FOREIGN_KV, str(error))
         except AssertionError as error:
             violation = Violation(Kind.LEDGER, str(error))
+        except Exception as error:  # whatever it is, the instance would be gone
+            *_, frame = traceback.extract_tb(error.__traceback__)
+            where = f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"
+            violation = Violation(Kind.CRASHED, f"{type(error).__name__}: {error} in {where}")
         if violation is not None:
             self.note("checker", violation.kind.name, violation.text)
         return Story(
