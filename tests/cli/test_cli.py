@@ -303,8 +303,8 @@ def test_serve_router(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_choice_is_refused_by_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="--transfer-mode write"):
-        start(monkeypatch, "supervisor", "smollm2", "--transfer-mode", "write")
+    with pytest.raises(ConfigError, match="--transfer-mode sideways"):
+        start(monkeypatch, "supervisor", "smollm2", "--transfer-mode", "sideways")
     with pytest.raises(ConfigError, match="--policy wild"):
         start(monkeypatch, "supervisor", "smollm2", "--policy", "wild")
 

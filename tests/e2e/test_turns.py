@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TTL_S, SHORT_TTL_S = 300, 8
 OPTIONS = (
     *("--kv-cache-memory-bytes", "150MiB", "--max-num-batched-tokens", "256", "--max-num-seqs", "16", *INSTANCE),
-    *("--bidirectional-kv-xfer", "--kv-recompute-threshold", "32"),
+    *("--bidirectional-kv-xfer", "--kv-recompute-threshold", "16"),
 )
-NEW_TOKENS = 48  # more than the threshold: P lacks at least the answer
+NEW_TOKENS = 34  # more than the threshold: P lacks at least the answer
 
 
 @dataclass
@@ -145,9 +145,9 @@ def test_p_reads_a_turn_once_and_d_lets_it_go(cluster: Cluster) -> None:
 def test_of_another_text_the_common_beginning_is_read(cluster: Cluster) -> None:
     tokens, params = kept_turn(cluster, cluster.d)
     before = cluster.loaded_blocks
-    tokens[140] ^= 1  # in the answer, its 41st token
+    tokens[120] ^= 1  # in the answer, its 21st token
     assert second_turn(cluster, tokens + prompt(20), params) == "loaded"
-    assert cluster.loaded_blocks - before == 2  # of tokens 96 to 128; P had computed the 100 before them
+    assert cluster.loaded_blocks - before == 1  # of tokens 96 to 112; P had computed the first 100
 
 
 def test_a_forged_deadline_or_token_gives_no_wrong_answer(cluster: Cluster) -> None:
@@ -174,7 +174,7 @@ def test_d_killed_between_the_turns(cluster: Cluster) -> None:
     messages = [{"role": "user", "content": "What do you think of mountains and of the sea?"}]
     text, _ = chat(cluster.router, messages)
     cluster.d.signal(signal.SIGKILL)
-    cluster.d.process.wait()
+    until(lambda: not cluster.d.process.alive())
     assert second_turn(cluster, tokens + prompt(20), params) == "recomputed"
     drain(cluster.router, cluster.brief, False)
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And of rivers?"}]
