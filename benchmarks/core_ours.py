@@ -255,15 +255,18 @@ class Churner:
 
     def step(self) -> int:
         running, at, before = self._running, 0, len(self._running)
-        while at < len(running):
-            at += self._manager.grow_by_one(running, at)
-            if at < len(running):
+        left = before
+        while at < left:
+            at += self._manager.grow_by_one(running, at, left - at)
+            if at < left:
                 self._leave(running[-1])
+                left -= 1
         computed = running.counters.num_computed[running.columns] + 1
         running.counters.num_computed[running.columns] = computed
-        for request in running.at(np.flatnonzero(computed == CHURN_PROMPT + CHURN_OUTPUT)):
+        ended = (computed == CHURN_PROMPT + CHURN_OUTPUT).nonzero()[0]
+        for request in running.at(ended):
             self._leave(request)
-        return before - len(running)
+        return before - left + len(ended)
 
     def _leave(self, request: Request) -> None:
         self._manager.release(request.request_id)

@@ -192,7 +192,7 @@ def test_runs_that_nobody_holds_are_swept_out() -> None:
         tables.append(table)
         stored = sum(len(layer.blocks) for layer in index._layers.values())
         assert stored <= 256 + 128
-        assert sum(len(run) for run in index._heads.values()) <= 256 + 128
+        assert sum(run.length for run in index._heads.values()) <= 256 + 128
     index.check()
 
 
@@ -213,7 +213,7 @@ def test_a_sparse_run_falls_apart_when_swept() -> None:
     index, hashes = RunPrefixIndex(256), chain(list(range(200)))
     index.insert(hashes, 0, ids(range(1, 201)), 0)
     index.drop(ids([*range(1, 100), *range(120, 201)]))
-    assert sum(len(run) for run in index._heads.values()) == 20
+    assert sum(run.length for run in index._heads.values()) == 20
     assert index.lookup(hashes).tolist() == []
     index.insert(hashes, 0, ids(range(1, 100)), 0)
     index.check()

@@ -16,6 +16,7 @@ from tests.core.test_groups_engine import GROUPS, random_request
 from pdkv.core.blocks import growth
 from pdkv.core.blocks.groups import FullGroup, WindowGroup
 from pdkv.core.blocks.manager import KVCacheManager
+from pdkv.core.blocks.tables import BlockTable, TableStore
 from pdkv.core.engine import Engine
 from pdkv.core.events import Preempted
 from pdkv.core.ports import Abort, InboxItem, NewRequest, Outputs, Plan
@@ -153,6 +154,20 @@ def test_rows_of_a_left_column_are_not_taken_for_the_next_one_s() -> None:
     assert engine.requests["new"].num_outputs == 0
     engine.complete(second.step_id, Outputs(tokens=np.asarray([6], dtype=np.int32)), 0)
     assert engine.requests["new"].tokens[-1] == 6
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_left_row_of_tables_is_empty(others: int) -> None:
+    """A shorter table that comes into it must not be shown with the longer one's blocks behind its end."""
+    store, tables = TableStore(0), [BlockTable() for _ in range(1 + others)]
+    for row, table in enumerate(tables):
+        table.extend(np.arange(1, 6) + 10 * row)
+        table.seat(store, row)
+    tables[0].unseat()
+    assert tables[0].ids.tolist() == [1, 2, 3, 4, 5]
+    assert not store.blocks[0].any()
+    assert store.lengths[0] == 0
+    assert [table.ids.tolist() for table in tables[1:]] == [[11, 12, 13, 14, 15]] * others
 
 
 def test_a_stop_token_of_another_request_ends_nobody() -> None:

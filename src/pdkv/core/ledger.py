@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import compress
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.core.ports import BoolArray, Int32Array
+from pdkv.core.ports import BlockIds, BoolArray
 
 
 class Account(enum.IntEnum):
@@ -78,8 +80,9 @@ class BlockState:
 _NOBODY = (0,) * len(Account)
 _NULL = BlockState(tuple(int(account is Account.NULL) for account in Account), hashed=False)
 _FIRST_STATES = [BlockState(_NOBODY, hashed=False), BlockState(_NOBODY, hashed=True), _NULL]
-_FREE_NUMBER, _CACHED_NUMBER, _NULL_NUMBER = 0, 1, 2
+_NULL_NUMBER = 2
 
+_CLAIM = [Change(target=account, hashed=False) for account in Account]
 _HOLD = [Change(target=account) for account in Account]
 _RELEASE = [Change(source=account) for account in Account]
 _HASHED = [Change(hashed=False), Change(hashed=True)]
@@ -109,75 +112,66 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------------ changing
 
-    def hold(self, blocks: Int32Array, account: Account) -> None:
+    def hold(self, blocks: BlockIds, account: Account) -> None:
         """One more owner of ``blocks`` in ``account``."""
         self._change(blocks, _HOLD[account])
 
-    def claim(self, blocks: Int32Array, account: Account) -> Int32Array:
+    def claim(self, blocks: BlockIds, account: Account) -> BlockIds:
         """The first owner of ``blocks``, whose content is given up; returns those whose content could be hit so far.
 
         Raises ``AssertionError`` if somebody holds any of them (our own bug).
         """
-        numbers = self._number.take(blocks)  # free blocks are in one of two states, and all come into the same one
-        hashed = numbers == _CACHED_NUMBER
-        num_hashed = int(np.count_nonzero(hashed))
-        assert np.count_nonzero(numbers) == num_hashed, "claim of blocks that somebody holds"
-        self._number.put(blocks, self._step(_FREE_NUMBER, _HOLD[account]).after)
-        self._count(Account.FREE, account, len(blocks) - num_hashed)
-        self._count(Account.CACHED, account, num_hashed)
-        return blocks if num_hashed == len(blocks) else blocks[hashed] if num_hashed else _EMPTY
+        parts, steps = self._change(blocks, _CLAIM[account])
+        assert all(map(_WAS_IDLE, steps)), "claim of blocks that somebody holds"
+        return parts.where(map(_WAS_HASHED, steps))
 
-    def release(self, blocks: Int32Array, account: Account) -> tuple[Int32Array, Int32Array]:
+    def release(self, blocks: BlockIds, account: Account) -> tuple[BlockIds, BlockIds]:
         """One owner fewer; returns those that nobody holds any more: the ones without content, the ones with.
 
         Raises ``AssertionError`` if there was no owner (our own bug).
         """
         parts, steps = self._change(blocks, _RELEASE[account])
-        return (
-            parts.where([step.enters is Account.FREE for step in steps]),
-            parts.where([step.enters is Account.CACHED for step in steps]),
-        )
+        return parts.where(map(_IS_FREE, steps)), parts.where(map(_IS_CACHED, steps))
 
-    def move(self, blocks: Int32Array, source: Account, target: Account) -> None:
+    def move(self, blocks: BlockIds, source: Account, target: Account) -> None:
         """The same owner, another account."""
         self._change(blocks, Change(source, target))
 
-    def set_hashed(self, blocks: Int32Array, hashed: bool) -> Int32Array:
+    def set_hashed(self, blocks: BlockIds, hashed: bool) -> BlockIds:
         """Content of ``blocks`` can (no longer) be hit; returns those of which it could before."""
         parts, steps = self._change(blocks, _HASHED[hashed])
-        return parts.where([step.was_hashed for step in steps])
+        return parts.where(map(_WAS_HASHED, steps))
 
-    def _change(self, blocks: Int32Array, change: Change) -> tuple[_Parts, list[_Step]]:
+    def _change(self, blocks: BlockIds, change: Change) -> tuple[_Parts, list[_Step]]:
         """Put ``blocks`` into the states that ``change`` leads to; returns them by state before, with their steps."""
         if len(self._states) > self._most_states:
             self._drop_unused_states()
         parts = self._parts(blocks)
-        steps = [self._step(number, change) for number in parts.numbers]
-        for step, some in zip(steps, parts.blocks, strict=True):
-            if len(some) == 1:
-                self._single[some.item()] = step.after
+        known, counts, steps = self._steps[change], self.counts, []
+        for number, some in zip(parts.numbers, parts.blocks, strict=True):
+            step = known.get(number) or self._step(number, change)
+            steps.append(step)
+            after, leaves, enters, amount = step.after, step.leaves, step.enters, len(some)
+            if amount == 1:
+                self._single[some.item()] = after
             else:
-                self._number.put(some, step.after)
-            self._count(step.leaves, step.enters, len(some))
+                self._number[some] = after
+            counts[leaves] -= amount
+            counts[enters] += amount
+            if counts[enters] > self.peaks[enters]:
+                self.peaks[enters] = counts[enters]
         return parts, steps
 
-    def _count(self, leaves: Account, enters: Account, amount: int) -> None:
-        self.counts[leaves] -= amount
-        self.counts[enters] += amount
-        if self.counts[enters] > self.peaks[enters]:
-            self.peaks[enters] = self.counts[enters]
-
-    def _parts(self, blocks: Int32Array) -> _Parts:
+    def _parts(self, blocks: BlockIds) -> _Parts:
         """``blocks`` by the states they are in."""
         if len(blocks) == 1:
             return _Parts(blocks, [self._single[blocks.item()]], [blocks])
         if not len(blocks):
             return _Parts(blocks, [], [])
-        numbers = self._number.take(blocks)
-        first = numbers.item(0)
-        differ = numbers != first
-        if not np.count_nonzero(differ):
-            return _Parts(blocks, [first], [blocks])
+        numbers = self._number[blocks]
+        raw = numbers.tobytes()
+        if raw[numbers.itemsize :] == raw[: -numbers.itemsize]:  # each as the one before
+            return _Parts(blocks, [numbers.item(0)], [blocks])
         # A table goes through few states, one stretch after the other: what is shared, what is full, its last block.
         lasts = [*(numbers[1:] != numbers[:-1]).nonzero()[0].tolist(), len(blocks) - 1]
         if len(lasts) <= _MOST_STRETCHES:
@@ -204,7 +198,11 @@ class Ledger:
             after = self._numbers.setdefault(state, len(self._states))
             if after == len(self._states):
                 self._states.append(state)
-            step = self._steps[change][number] = _Step(after, before.account, state.account, before.hashed)
+            step = self._steps[change][number] = _Step(
+                after=after, leaves=before.account, enters=state.account, was_hashed=before.hashed,
+                was_idle=before.account <= Account.CACHED, is_free=state.account is Account.FREE,
+                is_cached=state.account is Account.CACHED,
+            )  # fmt: skip
         return step
 
     def _drop_unused_states(self) -> None:
@@ -219,7 +217,7 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------------- looking
 
-    def hashed(self, blocks: Int32Array) -> BoolArray:
+    def hashed(self, blocks: BlockIds) -> BoolArray:
         """bool[n]: which of ``blocks`` carry content that can be hit."""
         by_number: BoolArray = np.array([state.hashed for state in self._states])
         hashed: BoolArray = by_number.take(self._number.take(blocks))
@@ -230,7 +228,7 @@ class Ledger:
         """Blocks that carry a hash, held or not."""
         return int(self.hashed(np.arange(self.num_blocks, dtype=np.int32)).sum())
 
-    def holders(self, blocks: Int32Array) -> npt.NDArray[np.int64]:
+    def holders(self, blocks: BlockIds) -> npt.NDArray[np.int64]:
         """int64[n]: owners of each block over all accounts (its reference count)."""
         return self._owners_by_number().take(self._number.take(blocks))
 
@@ -242,8 +240,8 @@ class Ledger:
         owners: npt.NDArray[np.int64] = np.array([state.owners for state in self._states])
         return owners
 
-    def idle(self, blocks: Int32Array) -> Int32Array:
-        """int32[m]: those of ``blocks`` that nobody holds, in order."""
+    def idle(self, blocks: BlockIds) -> BlockIds:
+        """int[m]: those of ``blocks`` that nobody holds, in order."""
         parts = self._parts(blocks)
         return parts.where([self._states[number].owners == 0 for number in parts.numbers])
 
@@ -278,6 +276,13 @@ class _Step(NamedTuple):
     leaves: Account
     enters: Account
     was_hashed: bool
+    was_idle: bool  # nobody held them
+    is_free: bool  # what they come to
+    is_cached: bool
+
+
+_WAS_HASHED, _WAS_IDLE = attrgetter("was_hashed"), attrgetter("was_idle")
+_IS_FREE, _IS_CACHED = attrgetter("is_free"), attrgetter("is_cached")
 
 
 class _Parts(NamedTuple):
@@ -286,13 +291,14 @@ class _Parts(NamedTuple):
     The parts lie one behind the other in ``whole``, in this order; or ``mixed`` is int32[n], the number of each block.
     """
 
-    whole: Int32Array
+    whole: BlockIds
     numbers: list[int]
-    blocks: list[Int32Array]
-    mixed: Int32Array | None = None
+    blocks: list[BlockIds]
+    mixed: BlockIds | None = None
 
-    def where(self, chosen: list[bool]) -> Int32Array:
-        """int32[m]: the blocks of the ``chosen`` parts, in the order in which they stand in the whole."""
+    def where(self, of_parts: Iterable[bool]) -> BlockIds:
+        """int[m]: the blocks of the parts ``of_parts`` chooses, in the order in which they stand in the whole."""
+        chosen = list(of_parts)
         count = sum(chosen)
         if count == 0:
             return _EMPTY

@@ -7,6 +7,7 @@ Nothing here acts. What happened meanwhile is told in `core.events`, what other 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from pdkv.core.transfer.messages import Awaited, Peer, RemoteSource, ToConsumer,
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+#: int[n]. Tables and what leaves the core are int32; NumPy indexes by int64 without converting it first.
+BlockIds = npt.NDArray[np.signedinteger[Any]]
 
 
 # --------------------------------------------------------------------------------------------------------- inbox

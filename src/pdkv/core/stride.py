@@ -60,11 +60,13 @@ def advance(
     """Apply ``tokens`` int32[k, n]: block pops and registrations in the order (step, running order)."""
     running, steps = scheduler.running, len(tokens)
     assert tokens.shape == (steps, len(running)), "advance: one token per step and running request"
-    for request, column in zip(running, np.ascontiguousarray(tokens.T), strict=True):
+    for number, request in enumerate(running):
         stops = request.new.stop_token_ids
-        assert not stops or not np.isin(column, np.fromiter(stops, dtype=np.int32)).any(), "advance: a stop token"
-        request.append(column)
-        if manager.pool.enable_caching:
+        own = tokens[:, number]
+        assert not stops or not np.isin(own, np.fromiter(stops, dtype=np.int32)).any(), "advance: a stop token"
+    running.append_steps(tokens)
+    if manager.pool.enable_caching:
+        for request in running:
             request.extend_hashes(hash_function)
     manager.grow_by(running, steps)
     running.counters.last_step[running.columns] = first_step + steps - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pdkv.core.ports import BoolArray, Int32Array
+from pdkv.core.ports import BlockIds, BoolArray, Int32Array, Int64Array
 
 _OUT = -1  # nowhere in the ring
 
@@ -33,7 +33,7 @@ class FreeQueue:
     def __len__(self) -> int:
         return self._len
 
-    def append(self, blocks: Int32Array) -> None:
+    def append(self, blocks: BlockIds) -> None:
         """Put ``blocks`` at the tail, in order: they are handed out last."""
         if not len(blocks):
             return
@@ -41,7 +41,7 @@ class FreeQueue:
         self._enter(self._tail, blocks)
         self._tail += len(blocks)
 
-    def prepend(self, blocks: Int32Array) -> None:
+    def prepend(self, blocks: BlockIds) -> None:
         """Put ``blocks`` at the head, in order: ``blocks[0]`` is handed out next."""
         if not len(blocks):
             return
@@ -49,47 +49,47 @@ class FreeQueue:
         self._head -= len(blocks)
         self._enter(self._head, blocks)
 
-    def remove(self, blocks: Int32Array) -> None:
+    def remove(self, blocks: BlockIds) -> None:
         """Take queued ``blocks`` out, wherever they stand."""
         if not len(blocks):
             return
-        places = self._place.take(blocks)
+        places = self._place[blocks]
         queued = (places >= self._head) & (places < self._tail)
         queued &= self._ring.take(places, mode="clip") == blocks
         assert np.count_nonzero(queued) == len(blocks), "free queue: removal of a block that is not free"
-        self._place.put(blocks, _OUT)
+        self._place[blocks] = _OUT
         self._len -= len(blocks)
 
-    def pop(self, count: int) -> Int32Array:
-        """int32[count] from the head; the caller has checked that there are that many."""
+    def pop(self, count: int) -> Int64Array:
+        """int64[count] from the head; the caller has checked that there are that many."""
         assert count <= self._len, f"free queue: {count} blocks asked, {self._len} free"
         if count == 1:
             return self._pop_one()
         if not count or self._tail - self._head == self._len:  # every entry is valid
-            out = self._ring[self._head : self._head + count].copy()
+            out = self._ring[self._head : self._head + count].astype(np.int64)
             self._head += count
         else:
             out = self._pop_valid(count)
         self._len -= count
         return out
 
-    def _pop_valid(self, missing: int) -> Int32Array:
-        taken: list[Int32Array] = []
+    def _pop_valid(self, missing: int) -> Int64Array:
+        taken: list[Int64Array] = []
         while missing:
             start, stop = self._head, min(self._head + max(missing, 16), self._tail)
             entries = np.flatnonzero(self._valid(start, stop))[:missing]
-            taken.append(self._ring[start:stop][entries])
+            taken.append(self._ring[start:stop][entries].astype(np.int64))
             missing -= len(entries)
             self._head = stop if missing else start + int(entries[-1]) + 1
         return taken[0] if len(taken) == 1 else np.concatenate(taken)
 
-    def _pop_one(self) -> Int32Array:
+    def _pop_one(self) -> Int64Array:
         ring, place, head = self._single_ring, self._single_place, self._head
         while place[ring[head]] != head:
             head += 1
         self._head = head + 1
         self._len -= 1
-        return np.asarray([ring[head]], dtype=np.int32)
+        return np.asarray([ring[head]], dtype=np.int64)
 
     def order(self) -> Int32Array:
         """int32[len]: a copy of the queue, head first."""
@@ -100,14 +100,14 @@ class FreeQueue:
         valid: BoolArray = self._place.take(self._ring[start:stop]) == self._all_places[start:stop]
         return valid
 
-    def _enter(self, start: int, blocks: Int32Array) -> None:
+    def _enter(self, start: int, blocks: BlockIds) -> None:
         """Write ``blocks`` to the ring from ``start`` on."""
         if len(blocks) == 1:
             block = blocks.item()
             self._single_ring[start], self._single_place[block] = block, start
         else:
             self._ring[start : start + len(blocks)] = blocks
-            self._place.put(blocks, np.arange(start, start + len(blocks), dtype=np.int32))
+            self._place[blocks] = np.arange(start, start + len(blocks), dtype=np.int32)
         self._len += len(blocks)
 
     def _make_room(self, count: int) -> None:

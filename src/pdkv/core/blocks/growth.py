@@ -15,11 +15,11 @@ import numpy as np
 
 from pdkv.core.blocks.boundaries import Boundaries
 from pdkv.core.blocks.holders import Holder
-from pdkv.core.blocks.kinds.base import NEVER, Kind
+from pdkv.core.blocks.kinds.base import Kind
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.blocks.tables import NULL_BLOCK, TableStore
 from pdkv.core.ledger import Account
-from pdkv.core.ports import BoolArray, Int32Array, Int64Array
+from pdkv.core.ports import BlockIds, BoolArray, Int32Array, Int64Array
 from pdkv.core.scheduler.request import Request
 
 if TYPE_CHECKING:
@@ -86,8 +86,13 @@ class Due:
         flags = np.zeros((3, requests, groups), dtype=np.bool_)
         return cls(flags, *flags)
 
+    def first(self, count: int) -> Due:
+        """The first ``count`` requests'."""
+        flags = self.flags[:, :count]
+        return Due(flags, *flags)
+
     def __bool__(self) -> bool:
-        return bool(self.flags.any())
+        return bool(np.count_nonzero(self.flags))
 
     def numbers(self) -> list[int]:
         """Those requests, in order."""
@@ -143,36 +148,37 @@ class RunningGrowth:
     def grow(self, running: RunningSet, first: int, last: int, single: Callable[[Request], bool]) -> int:
         """See `KVCacheManager.grow_by_one`; ``single`` serves one request and says whether it fits."""
         rows = running.columns[first:last]
-        suspects = np.flatnonzero(running.counters.num_computed[rows] >= self._idle_until[rows])
+        suspects = (running.counters.num_computed[rows] >= self._idle_until[rows]).nonzero()[0]
         if not len(suspects):
             return last - first
         step = Step.of(running, first + suspects)
-        served = self._serve(step, single)
+        served = self._serve(step, self.due(step), single)
         self._look_ahead(step)
         return last - first if served == len(step) else suspects.item(served)
 
-    def _serve(self, step: Step, single: Callable[[Request], bool]) -> int:
+    def _serve(self, step: Step, due: Due, single: Callable[[Request], bool]) -> int:
         """Returns how many of them were served, as `grow`."""
-        due = self.due(step)
         if not due:
             return len(step)
         dropped = self._dropped(step, due) if self._bulk and self._pool.events is None else None
         if dropped is None:
             requests = step.running.at(step.numbers)
             return next((at for at in due.numbers() if not single(requests[at])), len(step))
-        fitting = self._exchange(step, due.grow, dropped)
+        quiet = not len(dropped.blocks) and not np.count_nonzero(due.grow)
+        fitting = len(step) if quiet else self._exchange(step, due.grow, dropped)
         if fitting < len(step):
-            return self._serve(step.first(fitting), single)
-        if due.register.any():
+            return self._serve(step.first(fitting), due.first(fitting), single)
+        if np.count_nonzero(due.register):
             self._register(step, due.register)
         return len(step)
 
     def _look_ahead(self, step: Step) -> None:
         """From how many computed tokens on something is due for each; a plan under way may put it off."""
         rows = step.rows
-        idle = np.full(len(rows), NEVER)
+        idle = self._kinds[0].capacity_tokens(self._stores[0].lengths[rows])
         for kind, store in zip(self._kinds, self._stores, strict=True):
-            idle = np.minimum(idle, kind.capacity_tokens(store.lengths[rows]))
+            if kind.group:
+                idle = np.minimum(idle, kind.capacity_tokens(store.lengths[rows]))
             if kind.recycles:
                 idle = np.minimum(idle, kind.next_drop(store, rows))
             if self._pool.enable_caching and kind.registers:
@@ -215,9 +221,9 @@ class RunningGrowth:
 
     def _dropped(self, step: Step, due: Due) -> Dropped | None:
         """What the requests give back; ``None`` when it is more than a block each, or only single calls tell."""
-        number, group = np.nonzero(due.drop)
-        if not len(number):
+        if not np.count_nonzero(due.drop):
             return NOTHING_DROPPED
+        number, group = np.nonzero(due.drop)
         if self._pool.residency is not None:
             return None  # draws by lot which of the blocks handed out it follows
         entry = np.empty(len(number), dtype=np.int64)
@@ -268,8 +274,11 @@ class RunningGrowth:
         self._push(step, number, group, blocks)
         return len(step)
 
-    def _push(self, step: Step, number: Int64Array, group: Int64Array, blocks: Int32Array) -> None:
+    def _push(self, step: Step, number: Int64Array, group: Int64Array, blocks: BlockIds) -> None:
         """``blocks[i]`` is the next one of request ``number[i]`` in ``group[i]``."""
+        if len(self._stores) == 1:
+            self._stores[0].push(step.rows[number], blocks)
+            return
         for at, store in enumerate(self._stores):
             mine = group == at
             store.push(step.rows[number[mine]], blocks[mine])
@@ -277,7 +286,7 @@ class RunningGrowth:
     def _register(self, step: Step, register: BoolArray) -> None:
         """The block that each has filled."""
         for group, (kind, store) in enumerate(zip(self._kinds, self._stores, strict=True)):
-            number = np.flatnonzero(register[:, group])
+            number = register[:, group].nonzero()[0]
             if len(number):
                 row = step.rows[number]
                 entries = store.hashed[row]

@@ -53,18 +53,38 @@ def sha256_digest(data: bytes) -> bytes:
 def raw_hash(digest: DigestFunction, none_hash: bytes) -> HashFunction:
     """A hash over parent, little-endian int32 tokens and extra keys, their bytes fed to ``digest`` as they are."""
 
+    def link(last: bytes, contents: list[bytes]) -> list[bytes]:
+        return [last := digest(last + content) for content in contents]
+
+    return _raw_hash(link, none_hash)
+
+
+def _raw_hash(link: Callable[[bytes, list[bytes]], list[bytes]], none_hash: bytes) -> HashFunction:
+    """`raw_hash` with ``link`` for all contents of a call: digests, each of the one before and the content after it."""
+
     def chain(parent: bytes | None, blocks: Int32Array, extra: Mapping[int, ExtraKeys]) -> list[bytes]:
         contents = np.ascontiguousarray(blocks, dtype=_LITTLE_INT32).view(f"V{4 * blocks.shape[1]}")[:, 0].tolist()
         for row, keys in extra.items():
             contents[row] += cbor(keys)
-        last = parent or none_hash
-        return [last := digest(last + content) for content in contents]
+        return link(parent or none_hash, contents)
 
     return chain
 
 
+def _link_sha256(last: bytes, contents: list[bytes]) -> list[bytes]:
+    """As with `sha256_digest`, an eighth faster: without a call and a longer content for each."""
+    fresh, digests = _FRESH_SHA256.copy, []
+    for content in contents:
+        state = fresh()
+        state.update(last)
+        state.update(content)
+        last = state.digest()
+        digests.append(last)
+    return digests
+
+
 #: pdkv's own default (design 6.6): SHA-256 over parent, little-endian int32 tokens and, as CBOR, extra keys.
-raw_sha256 = raw_hash(sha256_digest, NONE_HASH)
+raw_sha256 = _raw_hash(_link_sha256, NONE_HASH)
 
 
 _NO_DIGESTS = np.empty(0, dtype="V1")
@@ -108,23 +128,33 @@ class HashChain(Sequence[bytes]):
         if not digests:
             return
         end = self._len + len(digests)
-        if end > len(self._digests):
-            grown = np.empty(end + end // 4 + 4, dtype=f"V{len(digests[0])}")
-            grown[: self._len] = self._digests[: self._len]
-            self._digests = grown
+        self._make_room(end, len(digests[0]))
         if len(digests) == 1:
             self._digests[self._len] = digests[0]
         else:
             self._digests[self._len : end] = np.frombuffer(b"".join(digests), dtype=self._digests.dtype)
         self._len = end
 
-    def joined(self, first: int, last: int) -> bytes:
-        """Digests ``first:last``, one behind the other."""
-        return self._digests[first:last].tobytes()
+    def _make_room(self, length: int, digest_bytes: int) -> None:
+        if length > len(self._digests):
+            grown = np.empty(length + length // 4 + 4, dtype=f"V{digest_bytes}")
+            grown[: self._len] = self._digests[: self._len]
+            self._digests = grown
 
-    def prefix(self, count: int) -> HashChain:
-        """The first ``count`` hashes, or all: a view."""
-        return HashChain(self._digests[: min(count, self._len)])
+    def copy(self, first: int, last: int) -> HashChain:
+        """Hashes ``first:last`` as a chain of its own."""
+        return HashChain(self._digests[first:last].copy())
+
+    def extend_from(self, other: HashChain, first: int, last: int) -> None:
+        """Append hashes ``first:last`` of ``other``, of the same size."""
+        self._make_room(self._len + last - first, self._digests.itemsize)
+        self._digests[self._len : self._len + last - first] = other._digests[first:last]
+        self._len += last - first
+
+    @property
+    def grows(self) -> bool:
+        """Whether its memory is its own: not a view of another chain's, which stays as it is."""
+        return self._digests.base is None
 
 
 def extend_hashes(

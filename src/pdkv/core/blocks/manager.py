@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from pdkv.core.blocks.boundaries import Boundaries
 from pdkv.core.blocks.groups import NO_DRAFTING, CrossGroup, Drafting, Granularity, Group, is_paged
 from pdkv.core.blocks.growth import RunningGrowth
@@ -21,14 +19,15 @@ from pdkv.core.blocks.lookup import PrefixLookup
 from pdkv.core.blocks.owners import Owners
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.ledger import Account
-from pdkv.core.ports import Int32Array
+from pdkv.core.ports import BlockIds
 from pdkv.core.scheduler.request import Request, Status
 from pdkv.units import cdiv
 
 if TYPE_CHECKING:
     from pdkv.core.scheduler.running import RunningSet
 
-_EMPTY = np.empty(0, dtype=np.int32)
+
+_NOT_RUNNING = (Status.WAITING, Status.PREEMPTED, Status.LOADED)
 
 
 class KVCacheManager(Owners):
@@ -185,10 +184,10 @@ class KVCacheManager(Owners):
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
         has_scheduled: bool = False,
-    ) -> tuple[Int32Array, ...] | None:
+    ) -> tuple[BlockIds, ...] | None:
         """Blocks for ``new_tokens`` behind what the request has, its ``hit`` blocks and its external tokens.
 
-        Returns one int32[n] a group, the entries appended now (neither hit nor external ones, as in vLLM), or ``None``
+        Returns one int[n] a group, the entries appended now (neither hit nor external ones, as in vLLM), or ``None``
         when they do not fit; then nothing has changed but that blocks no token looks at any more were given back.
         Raises ``ValueError`` when nothing at all is asked for.
         """
@@ -196,44 +195,40 @@ class KVCacheManager(Owners):
             hit = self._nothing
         if new_tokens == 0 and external_tokens == 0 and hit.tokens == 0:
             raise ValueError("allocate_slots: no new, external or cached tokens")
+        known, encoder = request.num_tokens, request.new.encoder_tokens
         local = request.num_computed + hit.tokens
         total = min(local + external_tokens, self.max_model_len)
-        waiting = request.status in (Status.WAITING, Status.PREEMPTED, Status.LOADED)
-        watermark = self.watermark_blocks if has_scheduled and waiting else 0
+        watermark = self.watermark_blocks if has_scheduled and request.status in _NOT_RUNNING else 0
         holder = self._holders.get(request.request_id)
         if full_sequence_must_fit:
-            known = min(request.num_tokens, self.max_model_len)
-            encoder = request.new.encoder_tokens
-            whole = Demand(slots=known, main=known, local=local, total=total, hit=hit, whole=True, encoder=encoder)
+            slots = min(known, self.max_model_len)
+            whole = Demand(slots=slots, main=slots, local=local, total=total, hit=hit, whole=True, encoder=encoder)
             if self._blocks_needed(holder, whole) + watermark > self.pool.num_free:
                 return None
         main = total + new_tokens
-        demand = Demand(
-            slots=min(main + lookahead_tokens, self.max_model_len),
-            main=main,
-            local=local,
-            total=total,
-            hit=hit,
-            encoder=request.new.encoder_tokens,
-        )
+        slots = min(main + lookahead_tokens, self.max_model_len)
+        demand = Demand(slots=slots, main=main, local=local, total=total, hit=hit, encoder=encoder)
         if holder is not None:
             for kind in self._recycling:
                 kind.drop_skipped(holder, max(0, total - request.in_flight_tokens), request.num_prompt)
         if self._blocks_needed(holder, demand) + watermark > self.pool.num_free - reserved_blocks:
             return None
-        holder = self._open(request.request_id, Account.LOADING if delay_cache else Account.RUNNING)
-        self._undraft(holder)
+        if holder is None:
+            holder = self._open(request.request_id, Account.LOADING if delay_cache else Account.RUNNING)
+        else:
+            self._undraft(holder)
         if hit or external_tokens:
             for kind in self.kinds:  # every group's hit first: a new block must not evict another group's hit
                 kind.adopt(holder, demand)
             for kind in self.kinds:
                 kind.grow_external(holder, demand)
         new = tuple(kind.grow(holder, demand) for kind in self.kinds)
-        self._own_copies(request.request_id)
+        if self.pool.copies:
+            self._own_copies(request.request_id)
         if lookahead_tokens:
             self._mark_drafts(holder, main)
         if not delay_cache:
-            self.cache_blocks(request, min(total + new_tokens, request.num_tokens))
+            self.cache_blocks(request, min(main, known))
         return new
 
     def _mark_drafts(self, holder: Holder, main: int) -> None:

@@ -16,6 +16,7 @@ from pdkv.core.ports import HolderView, Int32Array
 from pdkv.core.scheduler.request import Request
 
 _EMPTY = np.empty(0, dtype=np.int32)
+_CAUSES = [account.name.lower() for account in Account]  # unless somebody says more
 
 
 def _view(holder: Holder) -> HolderView:
@@ -74,11 +75,8 @@ class Owners:
         ]
 
     def _open(self, request_id: str, account: Account) -> Holder:
-        holder = self._holders.get(request_id)
-        if holder is None:
-            groups = tuple(GroupHold() for _ in self.kinds)
-            holder = Holder(request_id, account, account.name.lower(), self.now_ns, groups)
-            self._holders[request_id] = holder
+        groups = tuple([GroupHold() for _ in self.kinds])
+        holder = self._holders[request_id] = Holder(request_id, account, _CAUSES[account], self.now_ns, groups)
         return holder
 
     def _undraft(self, holder: Holder) -> None:
@@ -156,8 +154,7 @@ class Owners:
         self._undraft(holder)
         kept = []
         for hold, (first, stop) in zip(holder.groups, self.peer_spans(tokens), strict=True):
-            tail = hold.table.cut(stop)[::-1]
-            self.pool.give_back(tail[tail != NULL_BLOCK], holder.account)
+            self.pool.give_back(without_null(hold.table.cut(stop)), holder.account)
             self.pool.give_back(hold.table.blank(0, first)[::-1], holder.account)
             hold.num_hashed, hold.num_dropped = min(hold.num_hashed, stop), max(hold.num_dropped, first)
             kept.append(tuple(hold.table.ids[first:].tolist()))
@@ -188,7 +185,7 @@ class Owners:
         if holder is None:
             return 0
         self._undraft(holder)
-        batches = [hold.table.cut(0)[::-1] for hold in holder.groups]
+        batches = [hold.table.cut(0) for hold in holder.groups]
         holder.groups = ()  # nothing to take along when the request leaves the running set
         if joined:
             batches = [np.concatenate(batches[::-1])]

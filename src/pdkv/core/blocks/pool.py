@@ -13,7 +13,7 @@ from pdkv.core.blocks.prefix_index import PrefixIndex
 from pdkv.core.blocks.residency import Residency
 from pdkv.core.blocks.tables import without_null
 from pdkv.core.ledger import Account, Ledger
-from pdkv.core.ports import BoolArray, Int32Array, Int64Array
+from pdkv.core.ports import BlockIds, BoolArray, Int32Array, Int64Array
 
 
 class BlockPool:
@@ -49,19 +49,19 @@ class BlockPool:
         usable = self.num_blocks - 1
         return 1 - self.num_free / usable if usable else 0.0
 
-    def take(self, count: int, account: Account) -> Int32Array:
-        """int32[count] new blocks from the head of the free queue; they lose their hashes."""
+    def take(self, count: int, account: Account) -> Int64Array:
+        """int64[count] new blocks from the head of the free queue; they lose their hashes."""
         blocks = self._queue.pop(count)
         self._forget(self.ledger.claim(blocks, account))
         if self.residency is not None:
             self.residency.allocated(blocks)
         return blocks
 
-    def unregister(self, blocks: Int32Array) -> None:
+    def unregister(self, blocks: BlockIds) -> None:
         """The content of ``blocks`` can no longer be hit."""
         self._forget(self.ledger.set_hashed(blocks, False))
 
-    def _forget(self, hashed: Int32Array) -> None:
+    def _forget(self, hashed: BlockIds) -> None:
         """What ``hashed`` blocks held is not to be found any more."""
         if not len(hashed):
             return
@@ -72,21 +72,21 @@ class BlockPool:
         if len(self.indexes) == 1:
             self.indexes[0].drop(hashed)
         else:
-            groups = self._group.take(hashed)
+            groups = self._group[hashed]
             for group in np.flatnonzero(np.bincount(groups)).tolist():
                 self.indexes[group].drop(hashed[groups == group])
         if self._partial:
             for block in hashed.tolist():
                 self._partial.pop(block, None)
 
-    def touch(self, blocks: Int32Array, account: Account) -> None:
+    def touch(self, blocks: BlockIds, account: Account) -> None:
         """One more holder of cached ``blocks`` (a prefix hit); free ones leave the queue."""
         self._queue.remove(self.ledger.idle(blocks))
         self.ledger.hold(blocks, account)
         if self.residency is not None:
             self.residency.accessed(blocks)
 
-    def give_back(self, blocks: Int32Array, account: Account) -> None:
+    def give_back(self, blocks: BlockIds, account: Account) -> None:
         """One holder fewer, in the given order (callers pass a request's blocks deepest first).
 
         Those that nobody holds any more go to the head of the queue when they carry no hash (reused first), else to
@@ -96,21 +96,23 @@ class BlockPool:
         self._queue.prepend(empty)
         self._queue.append(cached)
 
-    def insert(self, group: int, hashes: HashChain, first: int, blocks: Int32Array, before: int) -> None:
+    def insert(self, group: int, hashes: HashChain, first: int, blocks: BlockIds, before: int) -> BlockIds:
         """``blocks[i]``, unless null, is full: its content, that of ``hashes[first + i]``, can be hit from now on.
 
         ``before`` is the sequence's block in front of them, null at its start. A block that carried the hash of a part
-        of its content, before it was full, loses that one.
+        of its content, before it was full, loses that one. Returns int[n], those that are not null.
         """
         held = without_null(blocks)
-        self._forget(self.ledger.set_hashed(held, True))
-        self.indexes[group].insert(hashes, first, blocks, before)
-        if len(self.indexes) > 1:
-            self._group.put(held, group)
+        if len(held):
+            self._forget(self.ledger.set_hashed(held, True))
+            self.indexes[group].insert(hashes, first, blocks, before)
+            if len(self.indexes) > 1:
+                self._group[held] = group
+        return held
 
     def insert_each(
-        self, group: int, chains: Sequence[HashChain], first: Int64Array, counts: Int64Array, blocks: Int32Array,
-        before: Int32Array,
+        self, group: int, chains: Sequence[HashChain], first: Int64Array, counts: Int64Array, blocks: BlockIds,
+        before: BlockIds,
     ) -> None:  # fmt: skip
         """`insert` for many sequences, in that order; none of the blocks is null.
 
@@ -120,7 +122,7 @@ class BlockPool:
         self._forget(self.ledger.set_hashed(blocks, True))
         self.indexes[group].insert_each(chains, first, counts, blocks, before)
         if len(self.indexes) > 1:
-            self._group.put(blocks, group)
+            self._group[blocks] = group
 
     def insert_partial(self, group: int, key: bytes, block: int, covered: int) -> bool:
         """``block``'s content up to token ``covered``, inside the block, can be hit too; False when that was known."""
@@ -162,12 +164,12 @@ class BlockPool:
         """One holder fewer of a block that others hold too (so it does not become free)."""
         self.ledger.release(np.asarray([block], dtype=np.int32), account)
 
-    def only_held_empty(self, blocks: Int32Array) -> BoolArray:
+    def only_held_empty(self, blocks: BlockIds) -> BoolArray:
         """bool[n]: which of ``blocks`` have one holder and no content: given back, they stand at the queue's head."""
         alone: BoolArray = self.ledger.holders(blocks) == 1
         return alone & ~self.ledger.hashed(blocks)
 
-    def num_idle(self, blocks: Int32Array) -> int:
+    def num_idle(self, blocks: BlockIds) -> int:
         """How many of ``blocks`` nobody holds: a hit on them takes free capacity."""
         return len(self.ledger.idle(blocks))
 

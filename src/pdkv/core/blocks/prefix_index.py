@@ -7,27 +7,28 @@ attention has another form, `pdkv.core.blocks.run_index`, which does the same an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
 
 from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.tables import NULL_BLOCK
-from pdkv.core.ports import Int32Array, Int64Array
+from pdkv.core.ports import BlockIds, Int32Array, Int64Array
 
 
 class PrefixIndex(Protocol):
     """Lookup, insert and drop of hashed blocks; duplicates are kept, and the first inserted is found."""
 
-    def lookup(self, hashes: HashChain) -> Int32Array:
-        """int32[m]: blocks of the longest prefix of ``hashes`` that is cached."""
+    def lookup(self, hashes: HashChain, most: int | None = None) -> Int32Array:
+        """int32[m]: blocks of the longest prefix of ``hashes``, at most ``most``, that is cached."""
         ...
 
     def find(self, key: bytes) -> int | None:
         """The block that holds the content of one hash. A run index knows those of `add_alias` only."""
         ...
 
-    def insert(self, hashes: HashChain, first: int, blocks: Int32Array, before: int) -> None:
+    def insert(self, hashes: HashChain, first: int, blocks: BlockIds, before: int) -> None:
         """``blocks[i]``, which carries no hash, now holds the content of ``hashes[first + i]``; null ones are left out.
 
         ``hashes`` are those of a whole sequence, ``before`` is its block in front of ``blocks`` (null at the start).
@@ -35,7 +36,7 @@ class PrefixIndex(Protocol):
         ...
 
     def insert_each(
-        self, chains: Sequence[HashChain], first: Int64Array, counts: Int64Array, blocks: Int32Array, before: Int32Array
+        self, chains: Sequence[HashChain], first: Int64Array, counts: Int64Array, blocks: BlockIds, before: BlockIds
     ) -> None:
         """`insert` for many sequences, in that order; no block of them is null.
 
@@ -51,7 +52,7 @@ class PrefixIndex(Protocol):
         """The hashes that ``block`` carries, the one it got first in front."""
         ...
 
-    def drop(self, blocks: Int32Array) -> None:
+    def drop(self, blocks: BlockIds) -> None:
         """Forget what ``blocks`` hold."""
         ...
 
@@ -76,10 +77,10 @@ class DictPrefixIndex:
         self._twins: dict[bytes, dict[int, None]] = {}
         self._keys: dict[int, tuple[bytes, ...]] = {}
 
-    def lookup(self, hashes: HashChain) -> Int32Array:
-        """int32[m]: blocks of the longest prefix of ``hashes`` that is cached."""
+    def lookup(self, hashes: HashChain, most: int | None = None) -> Int32Array:
+        """int32[m]: blocks of the longest prefix of ``hashes``, at most ``most``, that is cached."""
         found: list[int] = []
-        for key in hashes:
+        for key in islice(hashes, most):
             block = self._first.get(key)
             if block is None:
                 break
@@ -90,13 +91,13 @@ class DictPrefixIndex:
         """The block that holds the content of one hash."""
         return self._first.get(key)
 
-    def insert(self, hashes: HashChain, first: int, blocks: Int32Array, before: int) -> None:
+    def insert(self, hashes: HashChain, first: int, blocks: BlockIds, before: int) -> None:
         """``blocks[i]`` now holds the content of ``hashes[first + i]``, where it is not null."""
         for entry in np.flatnonzero(blocks).tolist():
             self._insert(hashes[first + entry], blocks.item(entry))
 
     def insert_each(
-        self, chains: Sequence[HashChain], first: Int64Array, counts: Int64Array, blocks: Int32Array, before: Int32Array
+        self, chains: Sequence[HashChain], first: Int64Array, counts: Int64Array, blocks: BlockIds, before: BlockIds
     ) -> None:
         """`insert` for many sequences, in that order."""
         own = iter(blocks.tolist())
@@ -120,7 +121,7 @@ class DictPrefixIndex:
         """The hashes that ``block`` carries, the one it got first in front."""
         return self._keys.get(block, ())
 
-    def drop(self, blocks: Int32Array) -> None:
+    def drop(self, blocks: BlockIds) -> None:
         """Forget what ``blocks`` hold."""
         if not self._keys:
             return

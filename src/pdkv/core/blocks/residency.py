@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.core.ports import BoolArray, Int32Array
+from pdkv.core.ports import BlockIds, BoolArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class Residency:
         self._lives: dict[int, _Life] = {}
         self._evictions: list[Eviction] = []
 
-    def allocated(self, blocks: Int32Array) -> None:
+    def allocated(self, blocks: BlockIds) -> None:
         """``blocks`` were handed out: the end of their last life, and perhaps the start of one that is followed."""
         self.evicted(blocks)
         now = self._now_ns()
         for block in blocks[self._draw(len(blocks))].tolist():
             self._lives[block] = _Life(now, now)
 
-    def accessed(self, blocks: Int32Array) -> None:
+    def accessed(self, blocks: BlockIds) -> None:
         """``blocks`` were hit."""
         if not self._lives:
             return
@@ -61,7 +61,7 @@ class Residency:
                 life.last_ns = now
                 life.hits_ns.append(now)
 
-    def evicted(self, blocks: Int32Array) -> None:
+    def evicted(self, blocks: BlockIds) -> None:
         """The content of ``blocks`` is gone."""
         if not self._lives:
             return

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.core.ports import Int32Array, Int64Array
+from pdkv.core.ports import BlockIds, Int32Array, Int64Array
 
 #: Stands in a table where no block is needed (any more): never handed out, never freed.
 NULL_BLOCK = 0
 
 
-def without_null(blocks: Int32Array) -> Int32Array:
+def without_null(blocks: BlockIds) -> BlockIds:
     """Those of ``blocks`` that are not the null block; ``blocks`` itself where all are."""
     return blocks if np.count_nonzero(blocks) == len(blocks) else blocks[blocks != NULL_BLOCK]
 
 
-_EMPTY_TABLE = np.asarray([0, 0, 0, -1])  # its length, how much of it is hashed and dropped, its last state
+_EMPTY_TABLE = np.asarray([[0], [0], [0], [-1]])  # its length, how much of it is hashed and dropped, its last state
 
 
 class TableStore:
@@ -34,11 +34,9 @@ class TableStore:
     dropped: Int64Array
     last_state: Int64Array
 
-    def __init__(self, rows: int = 1, width: int = 8) -> None:
-        self.blocks: Int32Array = np.zeros((rows, width), dtype=np.int32)
-        numbers = np.zeros((4, rows), dtype=np.int64)
-        numbers[3] = -1
-        self._name(numbers)
+    def __init__(self, rows: int = 1) -> None:
+        self.blocks: Int32Array = np.zeros((rows, 0), dtype=np.int32)
+        self._name(_EMPTY_TABLE.copy() if rows == 1 else np.repeat(_EMPTY_TABLE, rows, axis=1))
 
     def _name(self, numbers: Int64Array) -> None:
         self._numbers = numbers  # a column a table: those of one table are moved as a whole
@@ -52,21 +50,22 @@ class TableStore:
             return
         rows = max(rows, 2 * have) if rows > have else have
         grown = np.zeros((rows, max(width, 2 * wide) if width > wide else wide), dtype=np.int32)
-        grown[:have, :wide] = self.blocks
+        if wide:
+            grown[:have, :wide] = self.blocks
         self.blocks = grown
         if rows > have:
             more = TableStore(rows)._numbers
             more[:, :have] = self._numbers
             self._name(more)
 
-    def push(self, rows: npt.NDArray[np.intp], blocks: Int32Array) -> None:
+    def push(self, rows: npt.NDArray[np.intp], blocks: BlockIds) -> None:
         """Append ``blocks[i]`` to the table of ``rows[i]``; no row stands twice."""
         at = self.lengths[rows]
-        self.reserve(0, int(at.max(initial=0)) + 1)
+        self.reserve(0, int(np.maximum.reduce(at, initial=0)) + 1)
         self.blocks[rows, at] = blocks
         self.lengths[rows] = at + 1
 
-    def put(self, rows: Int64Array, entries: Int64Array, blocks: Int32Array) -> None:
+    def put(self, rows: Int64Array, entries: Int64Array, blocks: BlockIds) -> None:
         """``blocks[i]`` becomes entry ``entries[i]`` of the table of ``rows[i]``: behind what is there, in order."""
         self.reserve(0, int(entries.max(initial=0)) + 1)
         self.blocks[rows, entries] = blocks
@@ -78,13 +77,16 @@ class TableStore:
         return blocks
 
     def move(self, row: int, target: TableStore, to: int) -> None:
-        """The table of ``row`` becomes that of row ``to``, which is empty, in ``target``."""
-        length = int(self.lengths[row])
+        """The table of ``row`` becomes that of row ``to``, which is empty, in ``target``; ``row`` is left as it is."""
+        length = self.lengths.item(row)
         target.reserve(to + 1, length)
         target.blocks[to, :length] = self.blocks[row, :length]
-        self.blocks[row, :length] = NULL_BLOCK
         target._numbers[:, to] = self._numbers[:, row]
-        self._numbers[:, row] = _EMPTY_TABLE
+
+    def empty(self, row: int) -> None:
+        """Nothing is in ``row`` any more."""
+        self.blocks[row, : self.lengths.item(row)] = NULL_BLOCK
+        self._numbers[:, row : row + 1] = _EMPTY_TABLE
 
     def padded(self, rows: npt.NDArray[np.intp]) -> Int32Array:
         """int32[n, longest]: a copy of these tables, 0 beyond each one's length."""
@@ -106,13 +108,15 @@ class BlockTable:
         self.row = 0
 
     def seat(self, store: TableStore, row: int) -> None:
-        """Move to row ``row`` of ``store``, which is empty; the row left behind is empty then."""
+        """Move to row ``row`` of ``store``, which is empty; the store left behind goes with what was there."""
         self.store.move(self.row, store, row)
         self.store, self.row = store, row
 
     def unseat(self) -> None:
-        """Move to a row of its own."""
-        self.seat(TableStore(width=len(self)), 0)
+        """Move to a store of its own; the row left behind is empty then."""
+        store, row = self.store, self.row
+        self.seat(TableStore(), 0)
+        store.empty(row)
 
     def __len__(self) -> int:
         return self.store.lengths.item(self.row)
@@ -126,7 +130,7 @@ class BlockTable:
         """int32[len]: a view, valid until the next change; copy what is kept."""
         return self.store.blocks[self.row, : len(self)]
 
-    def extend(self, blocks: Int32Array) -> None:
+    def extend(self, blocks: BlockIds) -> None:
         """Append ``blocks``."""
         length = len(self)
         end = length + len(blocks)
@@ -151,10 +155,11 @@ class BlockTable:
         window[:] = NULL_BLOCK
         return blocks
 
-    def cut(self, length: int) -> Int32Array:
-        """Shorten to ``length``; returns a copy of the blocks cut off."""
+    def cut(self, length: int) -> Int64Array:
+        """Shorten to ``length``; returns a copy of the blocks cut off, deepest first."""
         window = self.ids[length:]
-        tail = window.copy()
+        tail = window[::-1].astype(np.int64)
         window[:] = NULL_BLOCK
-        self.store.lengths[self.row] = min(len(self), length)
+        if len(tail):
+            self.store.lengths[self.row] = length
         return tail

@@ -39,6 +39,12 @@ class Counters:
         wider[:, : self._table.shape[1]] = self._table
         self._name(wider)
 
+    def alone(self, column: int) -> Counters:
+        """Counters of one column, a copy of ``column``."""
+        counters = Counters.__new__(Counters)
+        counters._name(self._table[:, column : column + 1].copy())
+        return counters
+
     def copy_column(self, column: int, target: Counters, to: int) -> None:
         """Column ``to`` of ``target`` becomes what ``column`` is here."""
         target._table[:, to] = self._table[:, column]

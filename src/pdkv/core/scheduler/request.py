@@ -108,14 +108,22 @@ class Request:
         self.counters.copy_column(self.column, counters, column)
         self.counters, self.column = counters, column
 
+    def leave_counters(self) -> None:
+        """From now on its numbers are its own again."""
+        self.counters, self.column = self.counters.alone(self.column), 0
+
     def append(self, tokens: Int32Array) -> None:
         """Add tokens, at least one."""
         start = self.num_tokens
+        self.write(start, tokens)
+        self.num_tokens, self.last_token = start + len(tokens), int(tokens[-1])
+
+    def write(self, start: int, tokens: Int32Array) -> None:
+        """``tokens`` stand from ``start`` on; that they are known is the caller's to count."""
         end = start + len(tokens)
         while end > len(self._buffer):
             self.widen()
         self._buffer[start:end] = tokens
-        self.num_tokens, self.last_token = end, int(tokens[-1])
 
     def widen(self) -> None:
         """Room for twice as many tokens as there was."""

@@ -68,6 +68,7 @@ class RunningSet(Sequence[Request]):
     def __init__(self, manager: KVCacheManager) -> None:
         self.counters = Counters(0)
         self.columns: Columns = np.empty(0, dtype=np.intp)
+        self._all: Columns = np.empty(0, dtype=np.intp)
         self.sequence = self.prompt = self.end = self.decode_end = self.scheduled = np.empty(0, dtype=np.int64)
         self._manager = manager
         self._requests: list[Request] = []
@@ -91,7 +92,7 @@ class RunningSet(Sequence[Request]):
 
     def at(self, numbers: Int64Array) -> list[Request]:
         """The requests of these numbers in running order."""
-        return [self._requests[number] for number in numbers.tolist()]
+        return list(map(self._requests.__getitem__, numbers.tolist()))
 
     def append(self, request: Request) -> None:
         """``request`` runs from now on; it must hold blocks."""
@@ -101,11 +102,11 @@ class RunningSet(Sequence[Request]):
         request.move_counters(self.counters, column)
         self._manager.seat(request.request_id, column)
         self._requests.append(request)
-        self.columns = np.concatenate((self.columns, (column,)))
+        self.columns = np.concatenate((self.columns, self._all[column : column + 1]))
         self.sequence[column] = request.sequence
         self.prompt[column] = request.num_prompt
-        self.end[column] = request.end_tokens(self._manager.max_request_tokens)
-        self.decode_end[column] = 0 if request.new.produce else self.end[column]
+        self.end[column] = end = request.end_tokens(self._manager.max_request_tokens)
+        self.decode_end[column] = 0 if request.new.produce else end
         if request.new.stop_token_ids:
             self._stops.update(request.new.stop_token_ids)
 
@@ -114,7 +115,7 @@ class RunningSet(Sequence[Request]):
         at, column = self._requests.index(request), request.column
         del self._requests[at]
         self.columns = np.concatenate((self.columns[:at], self.columns[at + 1 :]))
-        request.move_counters(Counters(), 0)
+        request.leave_counters()
         self._manager.unseat(column)
         self.sequence[column], self.scheduled[column] = -1, 0
         for token in request.new.stop_token_ids:
@@ -132,6 +133,7 @@ class RunningSet(Sequence[Request]):
             grown[:before] = getattr(self, name)
             setattr(self, name, grown)
         self.sequence[before:] = -1
+        self._all = np.arange(columns)
         self._vacant += reversed(range(before, columns))
 
     # ----------------------------------------------------------------------------------------------- planning a step
@@ -195,6 +197,14 @@ class RunningSet(Sequence[Request]):
         self.counters.placeholders[columns] -= 1
         self.counters.num_tokens[columns] = at + 1
         self.counters.last_token[columns] = tokens
+
+    def append_steps(self, tokens: Int32Array) -> None:
+        """``tokens`` int32[k, n]: what each has sampled in k steps."""
+        known = self.counters.num_tokens[self.columns]
+        for request, start, own in zip(self._requests, known.tolist(), np.ascontiguousarray(tokens.T), strict=True):
+            request.write(start, own)
+        self.counters.num_tokens[self.columns] = known + len(tokens)
+        self.counters.last_token[self.columns] = tokens[-1]
 
     def may_end(self, columns: Columns, tokens: Int32Array) -> Columns:
         """Which of these requests have all their tokens now, or a last one that is a stop token for somebody."""

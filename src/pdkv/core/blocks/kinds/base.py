@@ -13,8 +13,8 @@ from pdkv.core.blocks.holders import GroupHold, Hit, Holder
 from pdkv.core.blocks.kv_events import BlockStored
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.blocks.prefix_index import PrefixIndex
-from pdkv.core.blocks.tables import NULL_BLOCK, TableStore, without_null
-from pdkv.core.ports import BoolArray, Int32Array, Int64Array
+from pdkv.core.blocks.tables import NULL_BLOCK, TableStore
+from pdkv.core.ports import BlockIds, BoolArray, Int32Array, Int64Array
 from pdkv.core.scheduler.request import Request
 from pdkv.units import cdiv
 
@@ -57,13 +57,13 @@ class JointIndex:
     def __init__(self, indexes: Sequence[PrefixIndex]) -> None:
         self._indexes = indexes
 
-    def prefix(self, hashes: HashChain) -> list[Int32Array]:
-        """Blocks of the longest prefix of ``hashes`` that is cached in every group, by group."""
-        found = [index.lookup(hashes) for index in self._indexes]
-        if len(found) > 1:
-            length = min(map(len, found))
-            found = [blocks[:length] for blocks in found]
-        return found
+    def prefix(self, hashes: HashChain, most: int | None = None) -> list[Int32Array]:
+        """Blocks of the longest prefix of ``hashes``, at most ``most``, that is cached in every group, by group."""
+        if len(self._indexes) == 1:
+            return [self._indexes[0].lookup(hashes, most)]
+        found = [index.lookup(hashes, most) for index in self._indexes]
+        length = min(map(len, found))
+        return [blocks[:length] for blocks in found]
 
     def find(self, key: bytes) -> list[int] | None:
         """One block a group, or ``None`` when any group has none."""
@@ -174,11 +174,11 @@ class Kind:
     def blocks_needed(self, hold: GroupHold | None, demand: Demand) -> int:
         """Free blocks that ``demand`` takes: new ones, hit ones that nobody holds, one for a copy on write."""
         required = cdiv(demand.slots, self.block_size)
-        if demand.whole and self.admission_cap is not None:
+        if self.admission_cap is not None and demand.whole:
             required = min(required, self.admission_cap)
         held = len(hold.table) if hold else 0
         hit = demand.hit.blocks[self.group]
-        skipped = max(self.skipped_tokens(demand.total), 0) // self.block_size
+        skipped = max(self.skipped_tokens(demand.total), 0) // self.block_size if self.recycles else 0
         new = max(required - max(skipped, held + len(hit)), 0)
         if not len(hit):
             return new
@@ -216,13 +216,13 @@ class Kind:
         if external > 0:
             self._extend(holder, cdiv(demand.total, self.block_size))
 
-    def grow(self, holder: Holder, demand: Demand) -> Int32Array:
-        """Blocks for all slots; returns int32[n], those allocated now."""
-        copied = self.copy_partial(holder)
+    def grow(self, holder: Holder, demand: Demand) -> BlockIds:
+        """Blocks for all slots; returns int[n], those allocated now."""
+        copied = EMPTY if holder.groups[self.group].partial is None else self.copy_partial(holder)
         new = self._extend(holder, cdiv(demand.slots, self.block_size))
         return np.concatenate((copied, new)) if len(copied) else new
 
-    def copy_partial(self, holder: Holder) -> Int32Array:
+    def copy_partial(self, holder: Holder) -> BlockIds:
         """Give the request a block of its own in place of a shared one whose content ends inside the block."""
         hold = holder.groups[self.group]
         if hold.partial is None:
@@ -235,7 +235,7 @@ class Kind:
         self.pool.give_up(source, holder.account)
         return own
 
-    def _extend(self, holder: Holder, length: int) -> Int32Array:
+    def _extend(self, holder: Holder, length: int) -> BlockIds:
         table = holder.groups[self.group].table
         missing = length - len(table)
         if missing <= 0:
@@ -246,8 +246,8 @@ class Kind:
 
     # -------------------------------------------------------------------------------------------------- registering
 
-    def register(self, hold: GroupHold, request: Request, tokens: int, boundaries: tuple[int, ...]) -> Int32Array:
-        """Let full blocks below ``tokens`` be hit, as far as they can serve a hit; returns int32[n], those blocks.
+    def register(self, hold: GroupHold, request: Request, tokens: int, boundaries: tuple[int, ...]) -> BlockIds:
+        """Let full blocks below ``tokens`` be hit, as far as they can serve a hit; returns int[n], those blocks.
 
         ``boundaries`` are the token positions where a later request can resume.
         """
@@ -255,14 +255,13 @@ class Kind:
         if last <= first:
             return EMPTY
         hold.num_hashed = last
-        blocks = hold.table.ids[first:last]
+        blocks = hold.table.ids[first:last].astype(np.int64)
         mask = self.reachable(first, last, boundaries)
         if mask is not None:
             blocks = np.where(mask, blocks, NULL_BLOCK)
         hashes = self.block_hashes(request)
-        chosen = without_null(blocks)
-        if len(chosen):
-            self.pool.insert(self.group, hashes, first, blocks, hold.table[first - 1] if first else NULL_BLOCK)
+        before = hold.table[first - 1] if first else NULL_BLOCK
+        chosen = self.pool.insert(self.group, hashes, first, blocks, before)
         if self.pool.events is not None:
             entries = (first + np.flatnonzero(blocks)).tolist()
             self.note_stored(request, [hashes[entry] for entry in entries], entries, first, last)
@@ -279,9 +278,7 @@ class Kind:
             return np.maximum(prompt // unit * unit - unit, 0)
         return (prompt - 1) // unit * unit
 
-    def register_each(
-        self, requests: list[Request], entries: Int64Array, blocks: Int32Array, before: Int32Array
-    ) -> None:
+    def register_each(self, requests: list[Request], entries: Int64Array, blocks: BlockIds, before: BlockIds) -> None:
         """`register` for decoding requests, each of which has filled the block of entry ``entries[i]`` (no events).
 
         ``before[i]`` stands in front of it. What is filled lies behind every place where a prompt can be resumed.

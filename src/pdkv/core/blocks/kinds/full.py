@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
+import numpy as np
+
 from pdkv.core.blocks.groups import FullGroup
 from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.holders import GroupHold
 from pdkv.core.blocks.kinds.base import JointIndex, Kind, Settings, unit_hashes
 from pdkv.core.blocks.pool import BlockPool
-from pdkv.core.ports import Int32Array
+from pdkv.core.ports import BlockIds, Int32Array, Int64Array
 from pdkv.core.scheduler.request import Request
 from pdkv.units import cdiv
+
+_HASHES = attrgetter("hashes")
 
 
 class FullKind(Kind):
@@ -24,7 +30,7 @@ class FullKind(Kind):
     ) -> tuple[list[Int32Array], int]:
         """Left to right until the first miss; with fine-grained hits then as far as possible into the next block."""
         sizes, size = self.settings.sizes, self.block_size
-        blocks = cached.prefix(unit_hashes(hashes, sizes.hash_tokens, size).prefix(max_tokens // size))
+        blocks = cached.prefix(unit_hashes(hashes, sizes.hash_tokens, size), max_tokens // size)
         tokens = len(blocks[0]) * size
         if sizes.hit_tokens < size:
             blocks, tokens = self._into_next_block(cached, hashes, max_tokens, blocks, tokens)
@@ -55,7 +61,12 @@ class FullKind(Kind):
         """One hash unit where hits end inside blocks, else one block."""
         return min(self.settings.sizes.hit_tokens, self.block_size)
 
-    def register(self, hold: GroupHold, request: Request, tokens: int, boundaries: tuple[int, ...]) -> Int32Array:
+    def register_each(self, requests: list[Request], entries: Int64Array, blocks: BlockIds, before: BlockIds) -> None:
+        """Every block, and none is null."""
+        chains = list(map(_HASHES, requests))
+        self.pool.insert_each(self.group, chains, entries, np.ones_like(entries), blocks, before)
+
+    def register(self, hold: GroupHold, request: Request, tokens: int, boundaries: tuple[int, ...]) -> BlockIds:
         """Every full block; and the prompt's last hash boundary when that lies inside a block."""
         new = super().register(hold, request, tokens, boundaries)
         unit = self.settings.sizes.hash_tokens

@@ -9,7 +9,7 @@ from pdkv.core.blocks.holders import GroupHold, Holder
 from pdkv.core.blocks.kinds.base import EMPTY, NEVER, Demand, Kind, Settings
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.blocks.tables import NULL_BLOCK, TableStore
-from pdkv.core.ports import BoolArray, Int32Array, Int64Array
+from pdkv.core.ports import BlockIds, BoolArray, Int64Array
 from pdkv.core.scheduler.request import Request
 from pdkv.units import cdiv
 
@@ -76,7 +76,7 @@ class FixedKind(Kind):
         if self._most_encoder_tokens is None and demand.total > demand.local:
             self._extend(holder, 1)
 
-    def grow(self, holder: Holder, demand: Demand) -> Int32Array:
+    def grow(self, holder: Holder, demand: Demand) -> BlockIds:
         """All of it the first time, nothing afterwards."""
         return self._extend(holder, self._fixed(demand))
 
@@ -88,7 +88,7 @@ class FixedKind(Kind):
         """None of it is for drafts."""
         return len(hold.table)
 
-    def register(self, hold: GroupHold, request: Request, tokens: int, boundaries: tuple[int, ...]) -> Int32Array:
+    def register(self, hold: GroupHold, request: Request, tokens: int, boundaries: tuple[int, ...]) -> BlockIds:
         """Nothing can be hit."""
         return EMPTY
 

@@ -12,7 +12,7 @@ from pdkv.core.blocks.holders import GroupHold, Holder
 from pdkv.core.blocks.kinds.base import EMPTY, Demand, JointIndex, Kind, Settings, resume_point, unit_hashes
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.blocks.tables import TableStore
-from pdkv.core.ports import BoolArray, Int32Array, Int64Array
+from pdkv.core.ports import BlockIds, BoolArray, Int32Array, Int64Array
 from pdkv.core.scheduler.request import Request
 from pdkv.units import cdiv
 
@@ -106,10 +106,10 @@ class StateKind(Kind):
             new = min(new, 1 + copy + (self._drafts if first else 0))
         return new + self._idle(hit)
 
-    def grow(self, holder: Holder, demand: Demand) -> Int32Array:
+    def grow(self, holder: Holder, demand: Demand) -> BlockIds:
         """Null entries up to the block in which this step ends, then blocks for the running state and the drafts'.
 
-        Returns int32[n]: what was appended, null entries included (as in vLLM), behind a private copy of a hit state.
+        Returns int[n]: what was appended, null entries included (as in vLLM), behind a private copy of a hit state.
         """
         if not self._aligned:
             return super().grow(holder, self._with_drafts(demand))
@@ -166,7 +166,7 @@ class StateKind(Kind):
         self.pool.give_up(own, holder.account)
         return False
 
-    def register(self, hold: GroupHold, request: Request, tokens: int, boundaries: tuple[int, ...]) -> Int32Array:
+    def register(self, hold: GroupHold, request: Request, tokens: int, boundaries: tuple[int, ...]) -> BlockIds:
         """States at block ends; and the one at the prompt's last hash boundary, if this step ends right there."""
         index = self.pool.indexes[self.group]
         new = super().register(hold, request, tokens, boundaries)
