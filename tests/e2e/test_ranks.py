@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,8 +89,29 @@ def ranks_of(process: psutil.Process) -> list[psutil.Process]:
 OPTIONS = ("--port", "0", "--threads", "2", "--max-model-len", "256", "--num-gpu-blocks-override", "80", "--debug")
 
 
+class Run(Part):
+    """`pdkv serve` as a user starts it, for its exit code."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self.log = log
+        with log.open("ab") as stderr:
+            self.process: Any = subprocess.Popen(
+                [sys.executable, "-m", "pdkv", "serve", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self.process.wait()
+        self.process.stdout.close()
+
+
 def test_one_instance_says_its_ranks_and_ctrl_c_ends_them(tiny: Tiny, tmp_path: Path) -> None:
-    part = Part(tmp_path / "log", "decode", tiny.path, *OPTIONS, "-tp", "2").ready()
+    part = Run(tmp_path / "log", "decode", tiny.path, *OPTIONS, "-tp", "2").ready()
     try:
         (rank,) = ranks_of(psutil.Process(part.process.pid))
         prompt = list(range(3, 40))
@@ -108,7 +132,7 @@ def test_one_instance_says_its_ranks_and_ctrl_c_ends_them(tiny: Tiny, tmp_path: 
 
 
 def test_a_killed_rank_ends_its_instance_and_is_named(tiny: Tiny, tmp_path: Path) -> None:
-    part = Part(tmp_path / "log", tiny.path, *OPTIONS, "--decode-tensor-parallel-size", "2").ready()
+    part = Run(tmp_path / "log", tiny.path, *OPTIONS, "--decode-tensor-parallel-size", "2").ready()
     try:
         assert " prefill_ranks=1 decode_ranks=2" in part.ready_line
         prompt = list(range(5, 60))
