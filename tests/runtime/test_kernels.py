@@ -98,7 +98,7 @@ def test_decode_attention_is_sdpa(
     dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int, rows: int
 ) -> None:
     assert kernels is not None
-    assert kernels.can_decode(heads, kv_heads, dim, dtype)
+    assert kernels.can_attend(heads, kv_heads, dim, dtype)
     torch.manual_seed(heads * dim + rows)
     lengths = torch.randint(1, 300, (rows,), dtype=torch.int32)
     lengths[0] = 1
@@ -170,10 +170,10 @@ def test_a_nan_in_the_context_is_not_hidden() -> None:
 @needs_kernels
 def test_what_decode_attention_does_not_serve() -> None:
     assert kernels is not None
-    assert not kernels.can_decode(8, 8, 100, torch.float32)  # no whole vectors
-    assert not kernels.can_decode(8, 8, 1024, torch.float32)
-    assert not kernels.can_decode(64, 1, 64, torch.float32)
-    assert not kernels.can_decode(8, 8, 64, torch.float16)
+    assert not kernels.can_attend(8, 8, 100, torch.float32)  # no whole vectors
+    assert not kernels.can_attend(8, 8, 1024, torch.float32)
+    assert not kernels.can_attend(64, 1, 64, torch.float32)
+    assert not kernels.can_attend(8, 8, 64, torch.float16)
 
 
 @needs_kernels

@@ -1,15 +1,16 @@
 """Paged attention: registered with transformers as ``pdkv``, so that any decoder model reads and writes our KV pool.
 
 A step is one ragged batch flattened to ``[1, T]``. Everything that depends only on the batch (slots, masks, block
-tables) is built once in `build_step`; each layer then writes its K/V by slot and attends, row groups at a time:
-prefill chunks one by one (gather + SDPA), decode rows together (the C kernel where there is one, else
-`decode_attention`).
+tables) is built once in `build_step`; each layer then writes its K/V by slot and attends: all prefill chunks together
+and all decode rows together in the C kernels, where there are kernels; else prefill chunks one by one (gather + SDPA)
+and decode rows by groups (`decode_attention`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,13 +81,28 @@ class NativeDecodes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class NativePrefills:
+    """All rows with several tokens each, for the C kernel. ``tables`` int32[batch, width] are the batch's block tables.
+
+    int32[n]: ``rows`` index ``tables``; ``starts`` and ``counts`` are each chunk's tokens in the flat batch;
+    ``contexts`` end with them.
+    """
+
+    tables: torch.Tensor
+    rows: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    contexts: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """All that attention needs to know about one ragged batch.
 
     ``pool`` is the KV tensor (`KvPool.tensor`); ``None`` runs without a cache: each prefill row attends to itself
-    (profile runs). ``slot_blocks``/``slot_offsets`` int64[T] say where each token's K/V go. Decode rows are in
-    ``native`` when there are ``kernels`` for them, else in ``decodes``. ``seen`` collects the layers that attended,
-    with their (kv_heads, head_dim): how the loader checks a model.
+    (profile runs). ``slot_blocks``/``slot_offsets`` int64[T] say where each token's K/V go. When there are ``kernels``,
+    the rows are in ``native_prefills`` and ``native_decodes``, else in ``prefills`` and ``decodes``. ``seen`` collects
+    the layers that attended, with their (kv_heads, head_dim): how the loader checks a model.
     """
 
     position_ids: torch.Tensor
@@ -96,7 +112,8 @@ class Step:
     prefills: tuple[PrefillRow, ...]
     decodes: tuple[DecodeGroup, ...]
     kernels: Native | None = None
-    native: NativeDecodes | None = None
+    native_prefills: NativePrefills | None = None
+    native_decodes: NativeDecodes | None = None
     seen: dict[int, tuple[int, int]] | None = None
 
 
@@ -124,7 +141,7 @@ def cacheless_step(lengths: list[int], device: torch.device, *, record: bool = F
 def build_step(batch: Batch, pool: KvPool, kernels: Native | None = None) -> Step:
     """The `Step` of a batch on the pool's device. Rows of one token are decodes, longer ones prefill chunks.
 
-    ``kernels`` attend for the decode rows; they must serve the model's heads and the pool (`Native.can_decode`).
+    ``kernels`` attend for all of them; they must serve the model's heads and the pool (`Native.can_attend`).
     """
     device, block_size = pool.tensor.device, pool.block_size
     scheduled = batch.num_scheduled.astype(np.int64)
@@ -136,18 +153,25 @@ def build_step(batch: Batch, pool: KvPool, kernels: Native | None = None) -> Ste
     slot_blocks = batch.block_tables[rows, positions // block_size].astype(np.int64)
 
     chunks, singles = np.flatnonzero(scheduled > 1), np.flatnonzero(scheduled == 1)
-    tables = torch.from_numpy(batch.block_tables.astype(np.int64)).to(device)
-    prefills = tuple(
-        _prefill_row(int(starts[i]), int(stops[i]), int(contexts[i]), tables[i], block_size) for i in chunks
-    )
-    native: NativeDecodes | None = None
+    prefills: tuple[PrefillRow, ...] = ()
     decodes: tuple[DecodeGroup, ...] = ()
-    if kernels is not None and len(singles):
-        native = _native_decodes(batch, singles, starts, contexts)
-    elif len(singles):
+    native_prefills: NativePrefills | None = None
+    native_decodes: NativeDecodes | None = None
+    if kernels is not None:
+        tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
+        if len(chunks):
+            arrays = (tables, chunks, starts[chunks], scheduled[chunks], contexts[chunks])
+            native_prefills = NativePrefills(*map(_int32, arrays))
+        if len(singles):
+            native_decodes = NativeDecodes(*map(_int32, (tables, singles, starts[singles], contexts[singles])))
+    else:
+        table_ids = torch.from_numpy(batch.block_tables.astype(np.int64)).to(device)
+        prefills = tuple(
+            _prefill_row(int(starts[i]), int(stops[i]), int(contexts[i]), table_ids[i], block_size) for i in chunks
+        )
         row_bytes = block_size * pool.kv_heads * pool.head_dim * pool.tensor.element_size()
         decodes = tuple(
-            _decode_group(group, starts, contexts, tables, block_size)
+            _decode_group(group, starts, contexts, table_ids, block_size)
             for group in _decode_groups(singles, contexts, block_size, row_bytes)
         )
     return Step(
@@ -158,19 +182,13 @@ def build_step(batch: Batch, pool: KvPool, kernels: Native | None = None) -> Ste
         prefills=prefills,
         decodes=decodes,
         kernels=kernels,
-        native=native,
+        native_prefills=native_prefills,
+        native_decodes=native_decodes,
     )
 
 
-def _native_decodes(
-    batch: Batch,
-    rows: np.ndarray[tuple[int], np.dtype[np.int64]],
-    starts: np.ndarray[tuple[int], np.dtype[np.int64]],
-    contexts: np.ndarray[tuple[int], np.dtype[np.int64]],
-) -> NativeDecodes:
-    tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
-    arrays = (tables, rows.astype(np.int32), starts[rows].astype(np.int32), contexts[rows].astype(np.int32))
-    return NativeDecodes(*(torch.from_numpy(array) for array in arrays))
+def _int32(array: np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32))
 
 
 def _prefill_row(start: int, stop: int, context: int, table: torch.Tensor, block_size: int) -> PrefillRow:
@@ -278,6 +296,16 @@ def _write_kv(step: Step, layer: torch.Tensor, key: torch.Tensor, value: torch.T
     layer[:, 1].index_put_(where, value[0].transpose(0, 1).to(layer.dtype))
 
 
+def _native_attention(
+    step: Step, kernels: Native, query: torch.Tensor, out: torch.Tensor, layer: torch.Tensor, scale: float
+) -> None:
+    """All rows of the step by the C kernels: ``query`` [T, heads, head_dim] against ``layer`` of the pool."""
+    if (p := step.native_prefills) is not None:
+        kernels.prefill_attention(query, out, layer, p.tables, p.rows, p.starts, p.counts, p.contexts, scale)
+    if (d := step.native_decodes) is not None:
+        kernels.decode_attention(query, out, layer, d.tables, d.rows, d.tokens, d.lengths, scale)
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -320,13 +348,9 @@ def paged_attention(
         tokens = slice(row.start, row.stop)
         chunk = _prefill_attention(query[:, :, tokens], key[:, :, tokens], value[:, :, tokens], layer, row, scale)
         out[tokens] = chunk[0].transpose(0, 1)
-    if step.native is not None:
+    if step.kernels is not None:
         assert layer is not None
-        assert step.kernels is not None
-        n = step.native
-        step.kernels.decode_attention(
-            query[0].transpose(0, 1), out, layer, n.tables, n.rows, n.tokens, n.lengths, float(scale)
-        )
+        _native_attention(step, step.kernels, query[0].transpose(0, 1), out, layer, float(scale))
     for group in step.decodes:
         assert layer is not None
         rows = query[0].transpose(0, 1)[group.positions]

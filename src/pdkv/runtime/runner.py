@@ -34,7 +34,7 @@ class Runner:
         if pool.device.type != "cpu" or model.dtype != torch.float32:
             return None
         kernels = native.load()
-        served = kernels is not None and kernels.can_decode(model.heads, model.kv_heads, model.head_dim, pool.dtype)
+        served = kernels is not None and kernels.can_attend(model.heads, model.kv_heads, model.head_dim, pool.dtype)
         return kernels if served else None
 
     @torch.inference_mode()

@@ -1,25 +1,15 @@
-/* Attention of new tokens over the paged KV pool, and putting their K and V there.
+/* Attention of single new tokens over the paged KV pool, and putting new tokens' K and V there.
  *
  * Nothing here checks its arguments: `native.py` does.
  */
 #include <math.h>
 #include <stdlib.h>
 
+#include "paged.h"
 #include "threads.h"
 #include "vectors.h"
 
-#define TOKENS 16        /* context tokens per softmax update */
-#define MAX_HEAD_DIM 512
-#define MAX_GROUP 32     /* query heads per KV head */
-
-/* One layer of the pool as one row of the batch sees it. Strides count elements. */
-typedef struct {
-    const void *key, *value; /* of block 0, token 0, head 0 */
-    ptrdiff_t block_stride, token_stride, head_stride;
-    const int32_t *table;
-    int block_size, kv_heads, group; /* group: query heads per KV head */
-    float scale;
-} Paged;
+#define TOKENS 16 /* context tokens per softmax update */
 
 /* The result over a part of the context: [heads] maxima and sums, [heads, dim] outputs not yet divided by the sum. */
 typedef struct {
@@ -29,11 +19,6 @@ typedef struct {
 #define PARTIAL_FLOATS(heads, dim) ((size_t)(heads) * ((dim) + 2))
 
 INLINE Partial partial_at(float *memory, int heads) { return (Partial){memory, memory + heads, memory + 2 * heads}; }
-
-INLINE ptrdiff_t element_of(const Paged *paged, int64_t token) {
-    return paged->table[token / paged->block_size] * paged->block_stride +
-           token % paged->block_size * paged->token_stride;
-}
 
 /* The `dim` values of one token's head: in place, or unpacked into `room`. */
 INLINE const float *head_row(const int dim, const int bf16, const void *base, ptrdiff_t at, float *room) {

@@ -14,7 +14,7 @@ from pdkv.runtime.kernels.build import build
 
 log = logging.getLogger("pdkv.kernels")
 
-_MAX_HEAD_DIM = 512  # as in attention.c
+_MAX_HEAD_DIM = 512  # as in paged.h
 _MAX_GROUP = 32
 _MAX_VECTOR = 16  # floats; a head's size is a multiple of it, whatever the CPU's own vector is
 _POINTER: Any
@@ -40,6 +40,13 @@ class Native:
             *[_LONG, _INT, _INT, _INT, _INT, _FLOAT, _INT],
         ]
         self._decode.restype = _INT
+        self._prefill = library.pdkv_prefill_attention
+        self._prefill.argtypes = [
+            *[_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT, _LONG, _LONG, _LONG, _POINTER, _LONG],
+            *[_POINTER] * 4,
+            *[_LONG, _INT, _INT, _INT, _INT, _FLOAT, _INT],
+        ]
+        self._prefill.restype = _INT
         self._write_kv = library.pdkv_write_kv
         self._write_kv.argtypes = (
             [_POINTER] * 2 + [_LONG] * 4 + [_POINTER] * 2 + [_LONG] * 3 + [_POINTER] * 2 + [_LONG, _INT, _INT]
@@ -80,8 +87,8 @@ class Native:
         return out
 
     @staticmethod
-    def can_decode(heads: int, kv_heads: int, head_dim: int, pool_dtype: torch.dtype) -> bool:
-        """Whether `decode_attention` serves such heads on such a pool."""
+    def can_attend(heads: int, kv_heads: int, head_dim: int, pool_dtype: torch.dtype) -> bool:
+        """Whether `decode_attention` and `prefill_attention` serve such heads on such a pool."""
         return (
             pool_dtype in (torch.float32, torch.bfloat16)
             and head_dim % _MAX_VECTOR == 0
@@ -106,35 +113,55 @@ class Native:
         [num_blocks, 2, block_size, kv_heads, head_dim] of float32 or bfloat16, heads and head_dim contiguous.
         ``tables`` int32[batch, width]; int32[n]: ``rows`` of it, ``tokens`` in the flat batch, context ``lengths``.
         """
-        _, _, block_size, kv_heads, head_dim = layer.shape
-        block_stride, plane_stride, token_stride, head_stride, _ = layer.stride()
-        base, item = layer.data_ptr(), layer.element_size()
         status = self._decode(
-            query.data_ptr(),
-            query.stride(0),
-            query.stride(1),
-            out.data_ptr(),
-            base,
-            base + plane_stride * item,
-            int(layer.dtype == torch.bfloat16),
-            block_stride,
-            token_stride,
-            head_stride,
+            *_flat(query, out),
+            *_pool(layer),
             tables.data_ptr(),
             tables.stride(0),
             rows.data_ptr(),
             tokens.data_ptr(),
             lengths.data_ptr(),
             len(rows),
-            query.shape[1],
-            kv_heads,
-            head_dim,
-            block_size,
+            *_shape(query, layer),
             scale,
             torch.get_num_threads(),
         )
         if status != 0:
             raise MemoryError("no memory for the partial results of decode attention")
+
+    def prefill_attention(
+        self,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        layer: torch.Tensor,
+        tables: torch.Tensor,
+        rows: torch.Tensor,
+        starts: torch.Tensor,
+        counts: torch.Tensor,
+        contexts: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Chunks of new tokens against their paged contexts, each token seeing the context up to itself.
+
+        Tensors as for `decode_attention`. int32[n]: ``rows`` of ``tables``; chunk i is ``counts[i]`` tokens from
+        ``starts[i]`` of the flat batch, the last of ``contexts[i]`` tokens, all of them already in the pool.
+        """
+        status = self._prefill(
+            *_flat(query, out),
+            *_pool(layer),
+            tables.data_ptr(),
+            tables.stride(0),
+            rows.data_ptr(),
+            starts.data_ptr(),
+            counts.data_ptr(),
+            contexts.data_ptr(),
+            len(rows),
+            *_shape(query, layer),
+            scale,
+            torch.get_num_threads(),
+        )
+        if status != 0:
+            raise MemoryError("no memory for the list of pieces of prefill attention")
 
     def write_kv(
         self,
@@ -184,6 +211,23 @@ class Native:
             torch.get_num_threads(),
         )
         return out
+
+
+def _flat(query: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
+    return query.data_ptr(), query.stride(0), query.stride(1), out.data_ptr()
+
+
+def _pool(layer: torch.Tensor) -> tuple[int, ...]:
+    """Both planes of a layer, whether they are bf16, and the strides of a block, a token and a head."""
+    block_stride, plane_stride, token_stride, head_stride, _ = layer.stride()
+    base, bf16 = layer.data_ptr(), int(layer.dtype == torch.bfloat16)
+    return base, base + plane_stride * layer.element_size(), bf16, block_stride, token_stride, head_stride
+
+
+def _shape(query: torch.Tensor, layer: torch.Tensor) -> tuple[int, ...]:
+    """Heads, KV heads, head size and block size."""
+    _, _, block_size, kv_heads, head_dim = layer.shape
+    return query.shape[1], kv_heads, head_dim, block_size
 
 
 @functools.cache

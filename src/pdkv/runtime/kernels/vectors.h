@@ -67,4 +67,25 @@ INLINE vf exp_nonpositive(vf x) {
     return p * (vf)((n + 127) << 23);
 }
 
+/* Lane by lane a > b ? a : b, so b where either is NaN. */
+INLINE vf larger(vf a, vf b) {
+    vf result;
+    UNROLL for (int i = 0; i < VW; i++) result[i] = a[i] > b[i] ? a[i] : b[i];
+    return result;
+}
+
+/* 2^x of values <= 0, 2 ulp; below -126 it is fp32's smallest normal, which is 0 to a softmax. NaN stays NaN. */
+INLINE vf exp2_nonpositive(vf x) {
+    x = larger(broadcast(-126.0f), x);
+    const vf shifted = x + 12582912.0f; /* 1.5 * 2^23: the integer nearest to x is in the lowest bits */
+    const vf r = x - (shifted - 12582912.0f);
+    vf p = broadcast(1.326472731e-3f);
+    p = p * r + 9.671512991e-3f;
+    p = p * r + 5.550733581e-2f;
+    p = p * r + 2.402224243e-1f;
+    p = p * r + 6.931470037e-1f;
+    p = p * r + 1.0f;
+    return p * (vf)(((vi)shifted << 23) + (127 << 23));
+}
+
 #endif
