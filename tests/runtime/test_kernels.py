@@ -14,7 +14,7 @@ from tests.runtime.tiny import HandEngine, make_executor, save_tiny
 from pdkv.errors import ConfigError
 from pdkv.runtime.attention import STEP_KWARG, cacheless_step
 from pdkv.runtime.kernels import build, native
-from pdkv.runtime.kernels.activation import overwrite_gates
+from pdkv.runtime.kernels.activation import replace_gated_mlps
 from pdkv.runtime.kernels.linear import PackedLinear, pack_linears
 from pdkv.runtime.kernels.norm import replace_norms
 from pdkv.runtime.models import load_model
@@ -322,16 +322,48 @@ def test_bf16_storage_halves_the_weights_and_stays_close(tmp_path: Path) -> None
     assert float((a - b).norm() / a.norm()) < 0.03
 
 
-def test_gates_are_overwritten_in_gated_mlps_only() -> None:
+@needs_kernels
+@pytest.mark.parametrize("count", [1, 5, 16, 33, 16384, 50_001])
+def test_silu_mul(count: int) -> None:
+    assert kernels is not None
+    torch.manual_seed(count)
+    gate, up = torch.randn(count) * 20, torch.randn(count)
+    gate[0] = -200.0
+    expected = F.silu(gate.double()) * up.double()
+    kernels.silu_mul(gate, up)
+    torch.testing.assert_close(gate.double(), expected, rtol=1e-6, atol=1e-12)
+
+
+@needs_kernels
+def test_silu_mul_keeps_nan_and_infinity() -> None:
+    assert kernels is not None
+    gate = torch.tensor([float("nan"), float("inf"), 0.0, -0.0])
+    kernels.silu_mul(gate, torch.ones(4))
+    assert bool(gate[0].isnan())
+    assert gate[1:].tolist() == [float("inf"), 0.0, 0.0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("bias", [False, True])
+def test_only_gated_mlps_with_the_same_result_are_replaced(bias: bool) -> None:
+    assert kernels is not None
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
 
+    class Doubled(LlamaMLP):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
     torch.manual_seed(0)
-    mlp = LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=64))
-    other = torch.nn.ModuleDict({"act_fn": torch.nn.SiLU()})
+    config = LlamaConfig(hidden_size=32, intermediate_size=72, mlp_bias=bias)
+    relu = LlamaConfig(hidden_size=32, intermediate_size=72, hidden_act="relu")
+    model = torch.nn.ModuleDict({"plain": LlamaMLP(config), "doubled": Doubled(config), "relu": LlamaMLP(relu)})
     x = torch.randn(5, 32)
-    before, kept = mlp(x), x.clone()
-    assert overwrite_gates(torch.nn.ModuleList([mlp, other])) == 1
-    assert torch.equal(mlp(x), before)
+    with torch.inference_mode():
+        before, kept = model["plain"](x), x.clone()
+        pack_linears(model, kernels, torch.float32)
+        assert replace_gated_mlps(model, kernels) == 1
+        torch.testing.assert_close(model["plain"](x), before, rtol=1e-5, atol=1e-5)
     assert torch.equal(x, kept)
-    assert not other["act_fn"].inplace
+    assert type(model["doubled"]) is Doubled
+    assert isinstance(model["relu"], LlamaMLP)

@@ -55,6 +55,9 @@ class Native:
         self._rms_norm = library.pdkv_rms_norm
         self._rms_norm.argtypes = [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT, _INT]
         self._rms_norm.restype = None
+        self._silu_mul = library.pdkv_silu_mul
+        self._silu_mul.argtypes = [_POINTER] * 2 + [_LONG, _INT]
+        self._silu_mul.restype = None
 
     def pack(self, weight: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
         """``weight`` [n, k] as panels [ceil(n / panel_columns), k, panel_columns], in ``storage``.
@@ -211,6 +214,10 @@ class Native:
             torch.get_num_threads(),
         )
         return out
+
+    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> None:
+        """gate = gate / (1 + exp(-gate)) * up in place, float32 tensors of one shape, both contiguous."""
+        self._silu_mul(gate.data_ptr(), up.data_ptr(), gate.numel(), torch.get_num_threads())
 
 
 def _flat(query: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:

@@ -129,12 +129,12 @@ INLINE float soften(float *scores, int64_t visible, int64_t depth, float *max, f
         memset(scores, 0, depth * sizeof(float));
         return 1.0f;
     }
-    const int64_t end = round_up(visible, VW);
+    const int64_t end = round_up(visible, NR);
     for (int64_t i = visible; i < end; i++) scores[i] = -INFINITY;
-    vf tops = broadcast(*max);
-    for (int64_t i = 0; i < end; i += VW) tops = larger(load_f32(scores + i), tops);
-    float top = tops[0];
-    UNROLL for (int i = 1; i < VW; i++) top = tops[i] > top ? tops[i] : top;
+    vf tops[2] = {broadcast(*max), broadcast(*max)};
+    for (int64_t i = 0; i < end; i += NR)
+        UNROLL for (int j = 0; j < 2; j++) tops[j] = larger(load_f32(scores + i + j * VW), tops[j]);
+    const float top = largest_lane(larger(tops[0], tops[1]));
     vf total = {0};
     for (int64_t i = 0; i < end; i += VW) {
         const vf weight = exp2_nonpositive(load_f32(scores + i) - top);

@@ -38,8 +38,9 @@ INLINE vf load_bf16(const uint16_t *p) {
 
 INLINE vf broadcast(float x) { return x - (vf){0}; }
 
+typedef float v4 __attribute__((vector_size(16)));
+
 INLINE float sum_lanes(vf v) {
-    typedef float v4 __attribute__((vector_size(16)));
     v4 quarters[VW / 4], sum;
     memcpy(quarters, &v, sizeof v);
     sum = quarters[0];
@@ -47,11 +48,28 @@ INLINE float sum_lanes(vf v) {
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
+/* Lane by lane a > b ? a : b, so b where either is NaN. */
+INLINE vf larger(vf a, vf b) {
+    const vi is = a > b;
+    return (vf)(((vi)a & is) | ((vi)b & ~is));
+}
+
+INLINE float largest_lane(vf v) {
+    v4 quarters[VW / 4], top;
+    memcpy(quarters, &v, sizeof v);
+    top = quarters[0];
+    for (int i = 1; i < VW / 4; i++) {
+        typedef int32_t i4 __attribute__((vector_size(16)));
+        const i4 is = quarters[i] > top;
+        top = (v4)(((i4)quarters[i] & is) | ((i4)top & ~is));
+    }
+    const float a = top[0] > top[1] ? top[0] : top[1], b = top[2] > top[3] ? top[2] : top[3];
+    return a > b ? a : b;
+}
+
 /* exp of values <= 0 (a softmax's), 2 ulp; below -87 it is 0 to within fp32's smallest normal. */
 INLINE vf exp_nonpositive(vf x) {
-    const vf low = broadcast(-87.0f);
-    const vi below = x < low; /* false for NaN, which goes through */
-    x = (vf)(((vi)low & below) | ((vi)x & ~below));
+    x = larger(broadcast(-87.0f), x); /* NaN goes through */
     vf scaled = x * 1.44269504f - 0.5f;
     vi n = __builtin_convertvector(scaled, vi); /* towards zero: rounds x*log2(e) to nearest, as x <= 0 */
     vf nf = __builtin_convertvector(n, vf);
@@ -65,13 +83,6 @@ INLINE vf exp_nonpositive(vf x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     return p * (vf)((n + 127) << 23);
-}
-
-/* Lane by lane a > b ? a : b, so b where either is NaN. */
-INLINE vf larger(vf a, vf b) {
-    vf result;
-    UNROLL for (int i = 0; i < VW; i++) result[i] = a[i] > b[i] ? a[i] : b[i];
-    return result;
 }
 
 /* 2^x of values <= 0, 2 ulp; below -126 it is fp32's smallest normal, which is 0 to a softmax. NaN stays NaN. */

@@ -16,7 +16,7 @@ from pdkv.errors import ConfigError, DoesNotFit, UnsupportedModel
 from pdkv.layout.pages import check_heads, kv_heads_per_rank
 from pdkv.runtime.attention import ATTENTION_NAME
 from pdkv.runtime.kernels import native
-from pdkv.runtime.kernels.activation import overwrite_gates
+from pdkv.runtime.kernels.activation import replace_gated_mlps
 from pdkv.runtime.kernels.linear import pack_linears
 from pdkv.runtime.kernels.norm import replace_norms
 from pdkv.runtime.models.files import ModelFiles, read_header
@@ -131,14 +131,14 @@ def load_model(
 
 
 def _use_kernels(model: Any, device: torch.device, dtype: torch.dtype, weight_storage: str) -> None:
-    """Have a float32 model on CPU run its linear layers and norms through the C kernels, where there are kernels."""
+    """Have a float32 model on CPU run its linear layers, norms and MLPs through the C kernels, where there are some."""
     if weight_storage not in ("auto", "bf16"):
         raise ConfigError(f"weight storage {weight_storage!r} is not one of auto, bf16")
     kernels = native.load() if device.type == "cpu" and dtype == torch.float32 else None
     if kernels is not None:
         pack_linears(model, kernels, torch.bfloat16 if weight_storage == "bf16" else torch.float32)
         replace_norms(model, kernels)
-        overwrite_gates(model)
+        replace_gated_mlps(model, kernels)
     elif weight_storage == "bf16":
         raise ConfigError(
             f"--weight-storage bf16 is for float32 arithmetic on a CPU with a C compiler; this is {dtype} on {device}. "
