@@ -73,7 +73,7 @@ def make_chunks(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
 ) -> Chunks:
-    """``chunks`` are (new tokens, context with them), with shuffled blocks and rows and one token between two chunks."""
+    """``chunks`` are (new tokens, context with them), with blocks and rows shuffled and a token between two chunks."""
     torch.manual_seed(sum(context for _, context in chunks) + heads * dim)
     widths = [-(-context // block_size) for _, context in chunks]
     blocks = torch.randperm(sum(widths)) + 1
@@ -88,7 +88,9 @@ def make_chunks(
         tables[order[i], : widths[i]] = mine.to(torch.int32)
         slots = torch.arange(context)
         for plane in (0, 1):
-            pool[mine[slots // block_size], 1, plane, slots % block_size] = torch.randn(context, kv_heads, dim).to(dtype)
+            pool[mine[slots // block_size], 1, plane, slots % block_size] = torch.randn(context, kv_heads, dim).to(
+                dtype
+            )
     starts = (counts + 1).cumsum(0) - counts
     query = torch.randn(heads, int(counts.sum()) + len(chunks) + 1, dim).transpose(0, 1)
     return Chunks(
@@ -108,7 +110,9 @@ def test_a_whole_prompt(tokens: int) -> None:
     make_chunks([(tokens, tokens)]).check()
 
 
-@pytest.mark.parametrize(("count", "context"), [(1, 2), (2, 300), (5, 128), (16, 129), (100, 257), (130, 1000), (8, 2100)])
+@pytest.mark.parametrize(
+    ("count", "context"), [(1, 2), (2, 300), (5, 128), (16, 129), (100, 257), (130, 1000), (8, 2100)]
+)
 def test_a_chunk_behind_a_context(count: int, context: int) -> None:
     make_chunks([(count, context)]).check()
 

@@ -158,12 +158,12 @@ def build_step(batch: Batch, pool: KvPool, kernels: Native | None = None) -> Ste
     native_prefills: NativePrefills | None = None
     native_decodes: NativeDecodes | None = None
     if kernels is not None:
-        tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
+        (tables,) = _int32(batch.block_tables)
         if len(chunks):
-            arrays = (tables, chunks, starts[chunks], scheduled[chunks], contexts[chunks])
-            native_prefills = NativePrefills(*map(_int32, arrays))
+            places = _int32(chunks, starts[chunks], scheduled[chunks], contexts[chunks])
+            native_prefills = NativePrefills(tables, *places)
         if len(singles):
-            native_decodes = NativeDecodes(*map(_int32, (tables, singles, starts[singles], contexts[singles])))
+            native_decodes = NativeDecodes(tables, *_int32(singles, starts[singles], contexts[singles]))
     else:
         table_ids = torch.from_numpy(batch.block_tables.astype(np.int64)).to(device)
         prefills = tuple(
@@ -187,8 +187,8 @@ def build_step(batch: Batch, pool: KvPool, kernels: Native | None = None) -> Ste
     )
 
 
-def _int32(array: np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32))
+def _int32(*arrays: np.ndarray[Any, np.dtype[Any]]) -> list[torch.Tensor]:
+    return [torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)) for array in arrays]
 
 
 def _prefill_row(start: int, stop: int, context: int, table: torch.Tensor, block_size: int) -> PrefillRow:

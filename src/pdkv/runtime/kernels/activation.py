@@ -13,7 +13,7 @@ _GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 class NativeGatedMlp(torch.nn.Module):
-    """``down_proj(silu(gate_proj(x)) * up_proj(x))`` on packed float32 layers; two large tensors fewer than by torch."""
+    """``down_proj(silu(gate_proj(x)) * up_proj(x))`` on packed layers; two large tensors fewer than by torch."""
 
     def __init__(self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, native: Native) -> None:
         super().__init__()

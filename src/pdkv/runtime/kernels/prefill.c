@@ -26,6 +26,11 @@
 #define ROWS 384            /* of a piece, at most */
 #define ROWS_FLOATS 24576   /* of a piece's queries, and of its results */
 
+/* Query tokens first .. first + count - 1 of a row's chunk, which see up to `end` tokens of context. */
+typedef struct {
+    int64_t row, first, count, end;
+} Block;
+
 typedef struct {
     const float *query;
     int64_t query_token_stride, query_head_stride;
@@ -38,13 +43,8 @@ typedef struct {
     const int32_t *rows, *starts, *counts, *contexts;
     int heads, kv_heads, dim, block_size;
     float scale;
-    struct Block *blocks;
+    Block *blocks;
 } Prefill;
-
-/* Query tokens first .. first + count - 1 of a row's chunk, which see up to `end` tokens of context. */
-typedef struct Block {
-    int64_t row, first, count, end;
-} Block;
 
 /* What a piece needs beside the pool; all of it stays in the second cache. */
 typedef struct {
@@ -61,7 +61,8 @@ INLINE void tile(const float *x, ptrdiff_t x_stride, const float *panel, int64_t
                  const float *shrink) {
     vf sum[MR][2];
     UNROLL for (int m = 0; m < MR; m++)
-        UNROLL for (int j = 0; j < 2; j++) sum[m][j] = shrink ? load_f32(y + m * y_stride + j * VW) * shrink[m] : (vf){0};
+        UNROLL for (int j = 0; j < 2; j++)
+            sum[m][j] = shrink ? load_f32(y + m * y_stride + j * VW) * shrink[m] : (vf){0};
     for (int64_t i = 0; i < depth; i++) {
         const vf w0 = load_f32(panel + i * NR), w1 = load_f32(panel + i * NR + VW);
         UNROLL for (int m = 0; m < MR; m++) {
@@ -88,6 +89,10 @@ static void pack_queries(const Prefill *job, const Block *block, int head, int g
     memset(packed, 0, (round_up(rows, MR) - rows) * dim * sizeof(float));
 }
 
+INLINE vf load_stored(const int bf16, const void *base, ptrdiff_t at) {
+    return bf16 ? load_bf16((const uint16_t *)base + at) : load_f32((const float *)base + at);
+}
+
 /* Keys [first, first + count) as panels [ceil(count / NR)][dim][NR], 0 beyond count. */
 INLINE void pack_keys(const int bf16, const Paged *paged, int64_t first, int64_t count, int dim, float *packed) {
     float room[NR][MAX_HEAD_DIM] __attribute__((aligned(64)));
@@ -101,7 +106,7 @@ INLINE void pack_keys(const int bf16, const Paged *paged, int64_t first, int64_t
             }
             const ptrdiff_t at = element_of(paged, first + n + i);
             if (bf16)
-                for (int d = 0; d < dim; d += VW) store_f32(room[i] + d, load_bf16((const uint16_t *)paged->key + at + d));
+                for (int d = 0; d < dim; d += VW) store_f32(room[i] + d, load_stored(1, paged->key, at + d));
             else
                 rows[i] = (const float *)paged->key + at;
         }
@@ -115,8 +120,7 @@ INLINE void pack_values(const int bf16, const Paged *paged, int64_t first, int64
     for (int64_t i = 0; i < count; i++) {
         const ptrdiff_t at = element_of(paged, first + i);
         for (int d = 0; d < round_up(dim, NR); d += VW) {
-            vf v = {0};
-            if (d < dim) v = bf16 ? load_bf16((const uint16_t *)paged->value + at + d) : load_f32((const float *)paged->value + at + d);
+            const vf v = d < dim ? load_stored(bf16, paged->value, at + d) : (vf){0};
             store_f32(packed + (d / NR * count + i) * NR + d % NR, v);
         }
     }
@@ -248,7 +252,8 @@ int pdkv_prefill_attention(const float *query, int64_t query_token_stride, int64
                    scale, NULL};
     const int group = heads / kv_heads;
     int64_t tokens = at_most(ROWS, ROWS_FLOATS / round_up(dim, NR) / MR * MR) / group;
-    while (tokens * group > STRIP && count_blocks(counts, num_rows, tokens) * kv_heads < 4 * threads) tokens = (tokens + 1) / 2;
+    while (tokens * group > STRIP && count_blocks(counts, num_rows, tokens) * kv_heads < 4 * threads)
+        tokens = (tokens + 1) / 2;
     job.blocks = malloc(count_blocks(counts, num_rows, tokens) * sizeof(Block));
     if (!job.blocks) return -1;
     int64_t blocks = 0;
