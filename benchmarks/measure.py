@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from workload import paired_ratio, summary
 DECODE_BATCHES = (1, 8, 32)
 PREFILL_TOKENS = (512, 2048)
 MAX_BATCHED_TOKENS = 2048
+FIGURES = (*(f"decode_{n}" for n in DECODE_BATCHES), *(f"prefill_{n}" for n in PREFILL_TOKENS))
 _KV_BYTES = 2 << 30
 _CONTEXT_SEED = 1_000_000
 
@@ -63,23 +65,27 @@ def peer_engine(python: str, facts: dict[str, Any], threads: int, log_dir: Path,
     return Engine("vllm", [python, "engine_vllm.py"], peer_environment(threads), log_dir, config, 600.0)
 
 
-def measure(engines: list[Engine], rounds: int, steps: dict[int, int], say: Any) -> Samples:
-    """All figures of all engines, ``rounds`` times, one engine running at a time and the order turned every round."""
+def measure(
+    engines: list[Engine], rounds: int, steps: dict[int, int], say: Any, figures: Collection[str] = FIGURES
+) -> Samples:
+    """``figures`` of all engines, ``rounds`` times, one engine running at a time and the order turned every round."""
     samples: Samples = defaultdict(lambda: defaultdict(list))
+    batches = [batch for batch in DECODE_BATCHES if f"decode_{batch}" in figures]
+    prompts = [tokens for tokens in PREFILL_TOKENS if f"prefill_{tokens}" in figures]
     for engine in engines:
         engine.pause()
     for engine in engines:
-        _running(engine, "fill", batch=max(DECODE_BATCHES), seed=_CONTEXT_SEED)
-        for batch in DECODE_BATCHES:
+        _running(engine, "fill", batch=max(batches, default=1), seed=_CONTEXT_SEED)
+        for batch in batches:
             _running(engine, "decode", batch=batch, steps=2, seed=_CONTEXT_SEED)
         say(f"{engine.name} is warm")
     for turn in range(rounds):
         order = engines if turn % 2 == 0 else engines[::-1]
-        for batch in DECODE_BATCHES:
+        for batch in batches:
             for engine in order:
                 run = _running(engine, "decode", batch=batch, steps=steps[batch], seed=_CONTEXT_SEED)
                 samples[f"decode_{batch}"][engine.name].append(run)
-        for tokens in PREFILL_TOKENS:
+        for tokens in prompts:
             for engine in order:
                 run = _running(engine, "prefill", tokens=tokens, seed=10_000 * (turn + 1) + tokens)
                 samples[f"prefill_{tokens}"][engine.name].append(run)

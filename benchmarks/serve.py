@@ -95,7 +95,7 @@ def compute(args: argparse.Namespace, log_dir: Path) -> dict[str, Any]:
             )
             engines.append(peer)
             stack.callback(peer.close)
-        samples = measure.measure(engines, args.rounds, args.steps, say)
+        samples = measure.measure(engines, args.rounds, args.steps, say, args.figures)
         facts = {engine.name: engine.facts for engine in engines}
     for of in facts.values():
         of.pop("word_ids", None)
@@ -146,6 +146,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-bf16", action="store_true", help="leave the bf16-stored weights out")
     parser.add_argument("--log-dir", type=Path, help="keep the children's logs here")
     parser.add_argument("--only", action="append", choices=_PARTS, help="only this part; may be repeated")
+    parser.add_argument(
+        "--figures", nargs="+", choices=measure.FIGURES, default=measure.FIGURES, help="of the compute part, only these"
+    )
     args = parser.parse_args(argv)
     args.rounds = args.rounds or (2 if args.quick else 7)
     args.leg_rounds = 2 if args.quick else max(args.rounds, 7)
@@ -163,6 +166,7 @@ def run(args: argparse.Namespace, log_dir: Path) -> dict[str, Any]:
         "model": args.model,
         "threads": args.threads,
         "rounds": args.rounds,
+        "figures": list(args.figures),
         "context_tokens": 512,
         "max_batched_tokens": measure.MAX_BATCHED_TOKENS,
         "peer_eager": not args.peer_compile,
