@@ -13,9 +13,12 @@ _GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 class NativeGatedMlp(torch.nn.Module):
-    """``down_proj(silu(gate_proj(x)) * up_proj(x))`` on packed layers; two large tensors fewer than by torch."""
+    """``down_proj(silu(gate_proj(x)) * up_proj(x))`` on packed layers; two large tensors fewer than by torch.
 
-    def __init__(self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, native: Native) -> None:
+    ``down`` may be a rank's share of a layer, whose sum over the ranks it makes itself.
+    """
+
+    def __init__(self, gate: PackedLinear, up: PackedLinear, down: torch.nn.Module, native: Native) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate, up, down
         self._native = native
@@ -32,7 +35,7 @@ def replace_gated_mlps(model: Any, native: Native) -> int:
     """Replace the model's gated MLPs on packed layers by `NativeGatedMlp`; returns how many.
 
     Three layers of these names and a SiLU only make a candidate: each is first compared with its replacement on
-    numbers (a clamp, a scale or a second input would show).
+    numbers (a clamp, a scale or a second input would show). Ranks of one model must all call this.
     """
     count = 0
     for parent in list(model.modules()):
@@ -47,7 +50,7 @@ def replace_gated_mlps(model: Any, native: Native) -> int:
 @torch.inference_mode()
 def _replacement(mlp: torch.nn.Module, native: Native) -> NativeGatedMlp | None:
     gate, up, down = (getattr(mlp, name, None) for name in _GATED)
-    if not (isinstance(gate, PackedLinear) and isinstance(up, PackedLinear) and isinstance(down, PackedLinear)):
+    if not (isinstance(gate, PackedLinear) and isinstance(up, PackedLinear) and isinstance(down, torch.nn.Module)):
         return None
     if type(getattr(mlp, "act_fn", None)).__name__ not in ("SiLU", "SiLUActivation"):
         return None
