@@ -170,17 +170,7 @@ def write_after_cancel(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Announcements, "on_withdraw", lambda *_: None)
 
 
-def sources_go_with_their_lease(patch: pytest.MonkeyPatch) -> None:
-    """P frees what it is still writing from when the lease ends."""
-    patch.setattr(Writes, "uses", lambda self, lease: False)
-
-
-def no_grant_deadline(patch: pytest.MonkeyPatch) -> None:
-    """D waits for a WRITE for ever."""
-    patch.setattr(WriteGrants, "overdue", lambda self: [])
-
-
-OF_WRITES = [reuse_before_fenced, write_after_cancel, sources_go_with_their_lease, no_grant_deadline]
+OF_WRITES = [reuse_before_fenced, write_after_cancel]
 PLANTS = [
     no_slot_comparison, no_quarantine, timer_is_a_fence, hashed_in_flight, slot_stays_armed, no_expiry,
     one_free_skipped, heartbeat_forgotten, no_load_deadline, window_too_small, last_token_computed_by_p,
