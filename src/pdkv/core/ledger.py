@@ -88,6 +88,7 @@ _RELEASE = [Change(source=account) for account in Account]
 _HASHED = [Change(hashed=False), Change(hashed=True)]
 
 _EMPTY = np.empty(0, dtype=np.int32)
+_NUMBER_BYTES = 4  # of a state's number
 _MOST_STRETCHES = 8  # with more, blocks are sorted by state
 _MOST_STATES = 4096  # beyond so many, numbers that no block has any more are given out anew
 
@@ -151,7 +152,8 @@ class Ledger:
         for number, some in zip(parts.numbers, parts.blocks, strict=True):
             step = known.get(number) or self._step(number, change)
             steps.append(step)
-            after, leaves, enters, amount = step.after, step.leaves, step.enters, len(some)
+            after, leaves, enters = step[:3]
+            amount = len(some)
             if amount == 1:
                 self._single[some.item()] = after
             else:
@@ -164,20 +166,24 @@ class Ledger:
 
     def _parts(self, blocks: BlockIds) -> _Parts:
         """``blocks`` by the states they are in."""
-        if len(blocks) == 1:
+        count = len(blocks)
+        if count == 1:
             return _Parts(blocks, [self._single[blocks.item()]], [blocks])
-        if not len(blocks):
+        if not count:
             return _Parts(blocks, [], [])
         numbers = self._number[blocks]
         raw = numbers.tobytes()
-        if raw[numbers.itemsize :] == raw[: -numbers.itemsize]:  # each as the one before
+        if raw[_NUMBER_BYTES:] == raw[:-_NUMBER_BYTES]:  # each as the one before
             return _Parts(blocks, [numbers.item(0)], [blocks])
         # A table goes through few states, one stretch after the other: what is shared, what is full, its last block.
-        lasts = [*(numbers[1:] != numbers[:-1]).nonzero()[0].tolist(), len(blocks) - 1]
-        if len(lasts) <= _MOST_STRETCHES:
-            firsts = [0, *(last + 1 for last in lasts[:-1])]
-            stretches = [blocks[first : last + 1] for first, last in zip(firsts, lasts, strict=True)]
-            return _Parts(blocks, [numbers.item(first) for first in firsts], stretches)
+        lasts = (numbers[1:] != numbers[:-1]).nonzero()[0].tolist()
+        if len(lasts) < _MOST_STRETCHES:
+            stretches, found, first = [], [], 0
+            for last in (*lasts, count - 1):
+                stretches.append(blocks[first : last + 1])
+                found.append(numbers.item(last))
+                first = last + 1
+            return _Parts(blocks, found, stretches)
         met = np.flatnonzero(np.bincount(numbers)).tolist()
         return _Parts(blocks, met, [blocks[numbers == number] for number in met], numbers)
 
@@ -299,6 +305,8 @@ class _Parts(NamedTuple):
     def where(self, of_parts: Iterable[bool]) -> BlockIds:
         """int[m]: the blocks of the parts ``of_parts`` chooses, in the order in which they stand in the whole."""
         chosen = list(of_parts)
+        if len(chosen) == 1:
+            return self.whole if chosen[0] else _EMPTY
         count = sum(chosen)
         if count == 0:
             return _EMPTY

@@ -147,23 +147,32 @@ class RunPrefixIndex:
         else:
             self._number[blocks] = np.repeat(numbers, counts)
             self._position[blocks] = np.repeat(positions - (ends - counts), counts) + np.arange(len(blocks))
-        layers, heads, ids = self._layers, self._heads, array("i", blocks.astype(np.int32).tobytes())
-        arrays = [array.tolist() for array in (first, counts, ends, numbers, positions)]
-        at_head = not self._depths.keys().isdisjoint(arrays[0])
-        for row, (hashes, at, count, end, number, position) in enumerate(zip(chains, *arrays, strict=True)):
-            layer = layers.get(number)
-            if (
-                layer is not None
-                and (layer.grows_with is hashes or layer.run.open is layer)
-                and len(layer.blocks) == position
-                and not (at_head and hashes.item(at) in heads)
-                and (count == 1 or self._new_until(hashes, at, at + count) == at + count)
-            ):
-                if layer.grows_with is not hashes:
-                    layer.run.append(hashes, at, count)
-                layer.blocks.extend(ids[end - count : end])
+        starts, ids = first.tolist(), blocks.tolist()
+        alone = len(blocks) == len(chains) and self._depths.keys().isdisjoint(starts)  # nobody else's runs begin there
+        layers = map(self._layers.get, numbers.tolist())
+        for row, (hashes, layer, position) in enumerate(zip(chains, layers, positions.tolist(), strict=True)):
+            if alone and layer is not None and layer.grows_with is hashes and len(layer.blocks) == position:
+                layer.blocks.append(ids[row])
             else:
-                self._insert(hashes, at, blocks[end - count : end], before.item(row))
+                own = blocks[ends[row] - counts[row] : ends[row]]
+                self._go_on(layer, position, hashes, starts[row], own, before.item(row))
+
+    def _go_on(
+        self, layer: Layer | None, position: int, hashes: HashChain, first: int, blocks: BlockIds, before: int
+    ) -> None:
+        """`_insert` of blocks that belong into ``layer`` from ``position`` on, if it ends there and is open."""
+        end = first + len(blocks)
+        if (
+            layer is not None
+            and layer.run.open is layer
+            and len(layer.blocks) == position
+            and (first not in self._depths or hashes.item(first) not in self._heads)
+            and self._new_until(hashes, first, end) == end
+        ):
+            layer.run.append(hashes, first, len(blocks))
+            layer.blocks.frombytes(blocks.astype(np.int32).tobytes())
+        else:
+            self._insert(hashes, first, blocks, before)
 
     def _behind(self, hashes: HashChain, first: int, before: int) -> tuple[Layer | None, Run | None, int]:
         """Where content ``hashes[first]`` stands or would be appended: layer of block ``before``, run and position."""
