@@ -592,3 +592,17 @@ def test_vllm_does_not_renew_what_it_does_not_know() -> None:
     pair.now = LEASE_NS - 1
     pair.step_p()
     assert accounts(pair.p) == {"retained": 3}
+
+
+def test_a_prefill_with_granted_memory_does_not_wait_for_its_share() -> None:
+    """What pins the share may be waiting for that very memory, as D grants in its own order."""
+    pair = Pair(p={"num_blocks": 9, "max_leased_fraction": 0.5})
+    pair.step_p(prefill(request_id="unclaimed", transfer_id="transfer-0", prompt=PROMPT + 500))
+    pair.step_p(prefill(request_id="without", transfer_id="transfer-2", prompt=PROMPT + 700), prefill())
+    assert accounts(pair.p) == {"retained": 3}, "neither has a share left"
+    pair.step_d(decode())
+    pair.step_p()
+    assert accounts(pair.p) == {"retained": 6}
+    pair.step_p()
+    assert [post.consumer for post in pair.posts] == [D]
+    assert pair.p.requests["without"].wait_cause == "leases pin their share of the pool (--max-leased-fraction)"

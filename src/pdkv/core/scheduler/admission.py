@@ -51,11 +51,6 @@ def awaits(request: Request) -> bool:
     return request.awaited is not None and not request.awaited.write and not request.look_for_hits
 
 
-def passed_over(request: Request) -> bool:
-    """The same; or it is a prefill for a peer, of which none passes one that waits for its share of the pool."""
-    return request.produces or awaits(request)
-
-
 class Admitter:
     """Tries to bring one request in. Allocates on success; else only ``wait_cause`` and ``produces`` may change."""
 
@@ -207,6 +202,13 @@ class Admitter:
     def _may_produce(self, request: Request, others: Sequence[Request]) -> bool:
         in_flight = [self._manager.blocks_for(other.num_prompt) for other in others if other.produces]
         return self._producer.may_prefill(request, len(in_flight), sum(in_flight))
+
+    def passed_over(self, request: Request) -> bool:
+        """Whether it is left out where a prefill for a peer waits for its share of the pool: no other passes that.
+
+        But those may for which a consumer has granted memory, as `Producer.may_prefill` says.
+        """
+        return awaits(request) or (request.produces and not self._producer.announcements.has_memory(request))
 
     def _waits_for_itself(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether what fills the share has a part that nobody reads before this request has ended, too."""

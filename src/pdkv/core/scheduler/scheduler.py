@@ -13,7 +13,7 @@ from pdkv.core.events import Admitted, Finished, FinishReason, LoadFailed, Preem
 from pdkv.core.journal import Journal
 from pdkv.core.ledger import Account
 from pdkv.core.ports import Int32Array, Outputs
-from pdkv.core.scheduler.admission import Admission, Admitter, Rows, Verdict, awaits, cap_chunk, fit_chunk, passed_over
+from pdkv.core.scheduler.admission import Admission, Admitter, Rows, Verdict, awaits, cap_chunk, fit_chunk
 from pdkv.core.scheduler.completion import Completion
 from pdkv.core.scheduler.preemption import choose_victim
 from pdkv.core.scheduler.queues import FcfsQueue, PriorityQueue, WaitingQueue, priority_key
@@ -149,7 +149,7 @@ class Scheduler:
                 break
             from_holding = bool(self.holding)
             if not from_holding:
-                skipped_waiting += self.waiting.pop_while(passed_over if share_used_up else awaits)
+                skipped_waiting += self.waiting.pop_while(self._admitter.passed_over if share_used_up else awaits)
                 if not self.waiting:
                     break
             request = self.holding[0] if from_holding else self.waiting.head()

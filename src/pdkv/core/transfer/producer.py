@@ -48,6 +48,9 @@ class Producer:
         The ``in_flight`` prefills for peers will want a slot each and their ``in_flight_blocks``. A prompt larger than
         the whole share is let in when nothing else is leased. (The scheduler lets no other prefill for a peer pass one
         that waits here, so its turn comes. Nobody waits here for leases of its own answer: `NewRequest.answer_id`.)
+
+        Where a consumer has granted memory to write it to, it is let in whatever is pinned: that is soon over, and
+        what pins the share may be waiting for that very memory.
         """
         while self._slots.num_free <= in_flight and self.give_way():
             pass
@@ -57,7 +60,8 @@ class Producer:
         pinned += in_flight_blocks
         limit = int(self._config.max_leased_fraction * (self._config.num_blocks - 1))
         needed = self._manager.blocks_for(request.num_prompt)
-        return self._slots.num_free > in_flight and (pinned == 0 or pinned + needed <= limit)
+        fits = pinned == 0 or pinned + needed <= limit or self.announcements.has_memory(request)
+        return self._slots.num_free > in_flight and fits
 
     def grant(self, request: Request) -> Grant:
         """Keep the prompt's blocks for a consumer; the request's other blocks go back. Needs a free slot."""

@@ -63,6 +63,11 @@ class Announcements:
         """False when the consumer has withdrawn: then its KV need not be kept."""
         return request.new.transfer_id not in self._over
 
+    def has_memory(self, request: Request) -> bool:
+        """Whether a consumer has granted memory that this prefill's KV can be written to at once."""
+        waiting = self._registered.get(request.new.transfer_id or "")
+        return waiting is not None and isinstance(waiting.message, RegisterWrite) and waiting.message.grant is not None
+
     def granted(self, request: Request, grant: Grant) -> Registration | None:
         """A prefill has finished and is kept: tell whoever waits, or return who has granted memory to write it to."""
         transfer_id = request.new.transfer_id
