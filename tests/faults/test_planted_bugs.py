@@ -189,7 +189,7 @@ def test_a_planted_bug_is_caught(plant: Callable[[Any], None], monkeypatch: pyte
         timer_is_a_fence: Weather(hang=0.3, read_ms=300),
     }.get(plant)
     groups = MODELS[1] if plant in (window_too_small, last_token_computed_by_p) else MODELS[0]
-    talks: dict[str, Any] = {"push": False, "talks": True} if plant in OF_TALKS else {}
+    talks: dict[str, Any] = {"mode": "pull", "talks": True} if plant in OF_TALKS else {}
     for seed in range(200):
         world = World(seed, STRICT, requests=REQUESTS, groups=groups, weather=weather, **talks)
         if world.play().violation is not None:
