@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol, overload
 
 import numpy as np
@@ -23,6 +24,12 @@ DigestFunction = Callable[[bytes], bytes]
 NO_EXTRA: Mapping[int, ExtraKeys] = {}
 
 _LITTLE_INT32 = np.dtype("<i4")
+
+
+@cache
+def _content_type(block_size: int) -> np.dtype[Any]:
+    """A block's tokens as one value."""
+    return np.dtype(f"V{_LITTLE_INT32.itemsize * block_size}")
 
 
 class HashFunction(Protocol):
@@ -63,7 +70,8 @@ def _raw_hash(link: Callable[[bytes, list[bytes]], list[bytes]], none_hash: byte
     """`raw_hash` with ``link`` for all contents of a call: digests, each of the one before and the content after it."""
 
     def chain(parent: bytes | None, blocks: Int32Array, extra: Mapping[int, ExtraKeys]) -> list[bytes]:
-        contents = np.ascontiguousarray(blocks, dtype=_LITTLE_INT32).view(f"V{4 * blocks.shape[1]}")[:, 0].tolist()
+        tokens = np.ascontiguousarray(blocks, dtype=_LITTLE_INT32)
+        contents: list[bytes] = tokens.view(_content_type(blocks.shape[1])).ravel().tolist()
         for row, keys in extra.items():
             contents[row] += cbor(keys)
         return link(parent or none_hash, contents)
@@ -178,4 +186,4 @@ def extend_hashes(
             starts = range(first * block_size, last * block_size, block_size)
             keys = {row: found for row, start in enumerate(starts) if (found := source.of(start, start + block_size))}
     blocks = tokens[first * block_size : last * block_size].reshape(-1, block_size)
-    hashes.extend(function(hashes[-1] if first else None, blocks, keys))
+    hashes.extend(function(hashes.item(first - 1) if first else None, blocks, keys))

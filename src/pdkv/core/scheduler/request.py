@@ -137,8 +137,9 @@ class Request:
 
     def extend_hashes(self, function: HashFunction) -> None:
         """Hash the units that have become full since the last call."""
-        if self.num_tokens // self._hash_tokens > len(self.hashes):
-            extend_hashes(self.hashes, self.tokens, self._hash_tokens, function, self.extra_keys)
+        tokens = self.tokens
+        if len(tokens) // self._hash_tokens > len(self.hashes):
+            extend_hashes(self.hashes, tokens, self._hash_tokens, function, self.extra_keys)
 
     def end_tokens(self, max_tokens: int) -> int:
         """With how many tokens it ends by length: its own maximum, or ``max_tokens`` in all."""
