@@ -606,3 +606,38 @@ def test_a_prefill_with_granted_memory_does_not_wait_for_its_share() -> None:
     pair.step_p()
     assert [post.consumer for post in pair.posts] == [D]
     assert pair.p.requests["without"].wait_cause == "leases pin their share of the pool (--max-leased-fraction)"
+
+
+def test_an_idle_grant_gives_way_and_its_request_goes_on_by_late_push() -> None:
+    pair = Pair(d={"num_blocks": 8}, max_num_batched_tokens=64)
+    pair.step_d(decode())
+    pair.step_d(new_request("other", 24, 2))
+    assert accounts(pair.d) == {"loading": 3}
+    pair.settle()
+    pair.now = LEASE_NS - 1
+    pair.settle(1)
+    assert accounts(pair.d) == {"loading": 3}, "P has not had it for a lease's time"
+    pair.now = LEASE_NS
+    pair.to_p.clear()
+    pair.step_d()
+    assert accounts(pair.d) == {"quarantine": 3}
+    assert pair.to_p == [CancelGrant(ID, 8, 1), Register(ID, "P")]
+    pair.settle()
+    assert list(finished_of(pair.events)) == ["other"]
+    assert pair.d.requests["d"].wait_cause == "waits for P to announce its prompt's KV"
+    pair.step_p(prefill())
+    pair.step_p()
+    assert len(pair.step_d().reads) == 1
+    assert not pair.named("LoadFailed")
+
+
+def test_a_cancelled_write_leaves_the_kv_to_who_registers_again() -> None:
+    pair = Pair()
+    post = pair.writing()
+    pair.step_p(FromConsumer(CancelGrant(ID, 8, post.grant.grant_id), 0, b"D"))
+    pair.step_p(pair.written("cancelled"))
+    assert accounts(pair.p) == {"retained": 3}
+    pair.step_p(FromConsumer(Register(ID, "P"), 0, b"D"))
+    assert type(pair.to_d[-1]).__name__ == "Announce"
+    pair.step_p(FromConsumer(Withdraw(ID), 0, b"D"))
+    assert_all_free(pair.p)

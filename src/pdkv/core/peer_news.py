@@ -97,7 +97,16 @@ class PeerNews:
             seconds = self._config.kv_load_timeout_ns // 1_000_000_000
             self._scheduler.offer_failed(request, f"no handshake within {seconds} s with the engine that keeps it")
         self._scheduler.give_back_overdue()
+        self._make_way()
         self._consumer.sweep()
+
+    def _make_way(self) -> None:
+        """Memory granted for a prefill that does not begin goes to those who wait for some."""
+        idle = self._consumer.grants.giving_way() if self._scheduler.short_of_memory else None
+        if idle is not None:
+            cause = "its grant gave way to a request that waits for memory"
+            self._consumer.put_off(idle, cause)
+            self._scheduler.put_off(idle.request, cause)
 
     def _on_consumer(self, item: FromConsumer) -> None:
         match item.message:

@@ -49,6 +49,7 @@ class Scheduler:
         self.holding: deque[Request] = deque()  # waiting with blocks held (loading, loaded): always tried first
         self.completed_step = -1
         self.blocked_by: Request | None = None  # all that keeps the others out: it did not fit, and nothing ended since
+        self.short_of_memory = False  # the last step preempted, or did not let in whom it looked at last
         self.owes_a_step = False  # the last step preempted, so nobody was admitted: the next one may, without any news
         self._deferred: deque[tuple[int, str]] = deque()  # (fence step, owner key)
         self._ended: list[Request] = []
@@ -73,7 +74,7 @@ class Scheduler:
         self._alone = len(self.running) + len(self.waiting) + len(self.holding) <= 1
         budget, preempted = self._schedule_running(self._config.max_num_batched_tokens)
         self.blocked_by = None
-        self.owes_a_step = preempted
+        self.owes_a_step = self.short_of_memory = preempted
         if not preempted:
             self._schedule_waiting(budget)
         rows = self.running.commit(step_id)
@@ -165,6 +166,7 @@ class Scheduler:
             )
             if admission.verdict is Verdict.STOP:
                 self.blocked_by = None if skipped_waiting else request
+                self.short_of_memory = True
                 break
             _ = self.holding.popleft() if from_holding else self.waiting.pop()
             if admission.verdict is Verdict.SKIP:
@@ -353,6 +355,16 @@ class Scheduler:
                 self.holding.remove(request)
                 self._start_afresh(request)
                 self.waiting.put_back(request)
+
+    def put_off(self, request: Request, cause: str) -> None:
+        """Its load, not begun, has given way: it waits on behind all others, so that one of them gets the memory."""
+        self.blocked_by = None
+        self.holding.remove(request)
+        request.num_computed = 0
+        request.move_to(Status.LOAD_FAILED)
+        self._start_afresh(request)
+        request.wait_cause = cause
+        self.waiting.append(request)
 
     def give_back_overdue(self) -> None:
         """Loaded requests that found no place in time: they wait on without memory, and hit what is still cached."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
 from pdkv.core.events import LoadFailed, LoadFinished, LoadStarted
@@ -239,6 +241,12 @@ class Consumer:
         deadline_ns = self._quarantine.enter(request, key, load.handle, load.first, blocks, cause, danger)
         self._given_up[load.handle] = GivenUp(request.request_id, blocks, deadline_ns)
         self._cancels.append(load.handle)
+
+    def put_off(self, promise: Promise, cause: str) -> None:
+        """A grant under which nothing is written gives way: its request goes on by late push, and holds no memory."""
+        self.grants.put_off(promise, cause)
+        promise.request.awaited = msgspec.structs.replace(promise.awaited, write=False)
+        self.waits.resume(promise.request, promise.deadline_ns)
 
     def is_loading(self, request: Request) -> bool:
         """Whether a READ or WRITE for this request is out."""

@@ -8,6 +8,7 @@ back.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pdkv.core.blocks.manager import KVCacheManager
@@ -217,12 +218,35 @@ class WriteGrants:
         """The grant that this request waits for."""
         return next((promise for promise in self._promises.values() if promise.request is request), None)
 
+    def giving_way(self) -> Promise | None:
+        """The newest grant that its producer has had for a lease's time and has not begun to write under.
+
+        While somebody here waits for memory it goes (`strict`), one at a time, each when the one before is fenced. Else
+        two instances can wait for each other: grants of D for prefills that P cannot begin, as its leases pin their
+        share for requests that D has no memory for.
+        """
+        if not self._config.transfer.bounded_waits or self._withdrawn:
+            return None
+        idle = [promise for promise in self._promises.values() if self._gives_way_ns(promise) <= self._journal.now_ns]
+        return idle[-1] if idle else None
+
+    def _gives_way_ns(self, promise: Promise) -> float:
+        return math.inf if promise.writing else promise.since_ns + self._config.lease_ns
+
+    def put_off(self, promise: Promise, cause: str) -> None:
+        """Its request waits on, without this memory."""
+        self._withdraw(promise, cause)
+
     def take_back(self, promise: Promise, cause: str) -> None:
-        """Nobody waits for it any more: its blocks stay in quarantine until nothing can be written any more."""
+        """Nobody waits for it any more."""
+        self._fail(promise, cause)
+        self._withdraw(promise, cause)
+
+    def _withdraw(self, promise: Promise, cause: str) -> None:
+        """Its blocks stay in quarantine until nothing can be written any more."""
         grant, request = promise.grant, promise.request
         del self._promises[grant.grant_id]
         self._slots.disarm(grant.slot)
-        self._fail(promise, cause)
         deadline_ns = self._quarantine.enter(
             request,
             _owner(grant.grant_id),
@@ -319,6 +343,9 @@ class WriteGrants:
     def next_deadline_ns(self) -> int | None:
         """When `overdue` or `sweep` is wanted next."""
         times = [promise.deadline_ns for promise in self._promises.values() if not promise.overdue]
+        if self._config.transfer.bounded_waits:
+            turns = (self._gives_way_ns(promise) for promise in self._promises.values())
+            times += [int(turn) for turn in turns if self._journal.now_ns < turn < math.inf]
         if self._config.transfer.push_answers:
             times += [promise.next_register_ns for promise in self._promises.values()]
             times += [min(one.next_cancel_ns, one.deadline_ns) for one in self._withdrawn.values()]

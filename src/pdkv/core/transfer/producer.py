@@ -204,19 +204,20 @@ class Producer:
 
     def on_write_ended(self, report: WriteEnded) -> None:
         """What was written, or will not be, need not be kept any more."""
-        lease = self.writes.on_ended(report)
-        if lease is not None:
-            self._let_go(lease)
+        ended = self.writes.on_ended(report)
+        if ended is not None:
+            self._write_over(*ended)
 
     def on_mover_restarted(self, handles: tuple[int, ...]) -> None:
         """WRITEs among ``handles`` are over or posted again."""
-        for lease in self.writes.on_mover_restarted(handles):
-            self._let_go(lease)
+        for lease, wanted in self.writes.on_mover_restarted(handles):
+            self._write_over(lease, wanted)
 
-    def _let_go(self, lease: Lease) -> None:
-        """One of its WRITEs is over."""
+    def _write_over(self, lease: Lease, wanted: bool) -> None:
+        """One of its WRITEs is over; ``wanted``: it may be asked for again, until it ends like any lease."""
         if lease.token in self._by_token:
-            self._release(lease, expired=False)
+            if not wanted:
+                self._release(lease, expired=False)
         elif not self.writes.uses(lease):
             self._manager.release(lease.key)
 

@@ -199,11 +199,15 @@ class Waits:
             return
         if awaited.write and self._grants.here is None:
             request.awaited = awaited = msgspec.structs.replace(awaited, write=False)
-        now_ns = self._journal.now_ns
+        self.resume(request, self._journal.now_ns + self._config.push_registration_timeout_ns)
+
+    def resume(self, request: Request, deadline_ns: int) -> None:
+        """Register, and wait until then."""
+        awaited, now_ns = request.awaited, self._journal.now_ns
+        assert awaited is not None
         if not self._waits:
             self._next_beat_ns = now_ns + self._config.lease_ns // 6
-        wait = Wait(request, awaited, now_ns, now_ns + self._config.push_registration_timeout_ns)
-        self._waits[awaited.transfer_id] = wait
+        wait = self._waits[awaited.transfer_id] = Wait(request, awaited, now_ns, deadline_ns)
         self._register(wait)
         self._journal.emit(Registered(request_id=request.request_id, at_ns=now_ns, producer=awaited.peer.engine_id))
 

@@ -150,8 +150,11 @@ class Writes:
 
     # -------------------------------------------------------------------------------------------------------- ends
 
-    def on_ended(self, report: WriteEnded) -> Lease | None:
-        """A handle is over; the lease that nobody needs any more, if it was one of this instance's."""
+    def on_ended(self, report: WriteEnded) -> tuple[Lease, bool] | None:
+        """A handle is over: its lease, if it was one of this instance's, and whether that may still be wanted.
+
+        It may after a cancellation, which concerns the grant alone: `Withdraw` says that the KV is not wanted, either.
+        """
         write = self._active.pop(report.handle, None)
         if write is None:
             return None
@@ -174,7 +177,9 @@ class Writes:
             self._journal.emit(failed)
             self._end_in_vain(write, error)
         # The reference keeps what it could not write until the lease ends.
-        return write.lease if error is None or self._config.transfer.push_answers else None
+        if error is not None and not self._config.transfer.push_answers:
+            return None
+        return write.lease, write.cancelled
 
     def _end_in_vain(self, write: Write, error: str) -> None:
         grant = write.grant
@@ -199,9 +204,9 @@ class Writes:
             write.deadline_ns = self._journal.now_ns + self._config.fence_timeout_ns
             self._cancels.append(write.handle)
 
-    def on_mover_restarted(self, handles: tuple[int, ...]) -> list[Lease]:
-        """``handles`` are fenced: what is still wanted is posted again; leases of the rest, which are over."""
-        over: list[Lease] = []
+    def on_mover_restarted(self, handles: tuple[int, ...]) -> list[tuple[Lease, bool]]:
+        """``handles`` are fenced: what is still wanted is posted again; of the rest, which are over, as `on_ended`."""
+        over: list[tuple[Lease, bool]] = []
         for handle in handles:
             write = self._active.pop(handle, None)
             if write is None:
@@ -211,7 +216,7 @@ class Writes:
                 self._post(write)
             else:
                 self._end_in_vain(write, write.stopped)
-                over.append(write.lease)
+                over.append((write.lease, write.cancelled))
         for write in self._active.values():
             if write.stopped is not None:  # the new mover is to report it
                 write.deadline_ns = self._journal.now_ns + self._config.fence_timeout_ns
