@@ -99,7 +99,7 @@ _NO_DIGESTS = np.empty(0, dtype="V1")
 
 
 class HashChain(Sequence[bytes]):
-    """The hashes of one sequence, one digest a unit, side by side in an array that grows by an eighth.
+    """The hashes of one sequence, one digest a unit, side by side in an array that grows by a quarter.
 
     Reads like a list of bytes. A slice is a view of the same memory, which stays as it is while the chain grows.
     """
@@ -145,7 +145,7 @@ class HashChain(Sequence[bytes]):
 
     def _make_room(self, length: int, digest_bytes: int) -> None:
         if length > len(self._digests):
-            grown = np.empty(length + length // 8 + 4, dtype=f"V{digest_bytes}")
+            grown = np.empty(length + length // 4 + 4, dtype=f"V{digest_bytes}")
             grown[: self._len] = self._digests[: self._len]
             self._digests = grown
 
