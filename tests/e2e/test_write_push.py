@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 from tests.e2e.processes import Part, tokens_of, until
-from tests.e2e.test_push import NEW_TOKENS, OPTIONS, Cluster, expected, prompt
+from tests.e2e.test_push import MAX_LENGTH, NEW_TOKENS, OPTIONS, Cluster, expected, prompt
+from tests.runtime.tiny import save_tiny
 
 from pdkv.serve.params import push_legs, side_channel_of
 
@@ -25,17 +26,18 @@ SHM = (*OPTIONS, "--transport", "shm")
 
 
 @pytest.fixture(scope="module")
-def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     logs, parts = tmp_path_factory.mktemp("logs"), list[Part]()
+    model = str(save_tiny("llama", logs / "model", max_position_embeddings=MAX_LENGTH).directory)
 
     def start(name: str, *arguments: str) -> Part:
         parts.append(Part(Path(logs) / f"{name}.log", *arguments))
         return parts[-1]
 
     try:
-        prefills = [start(f"p{i}", "prefill", smollm2, *SHM, "--kv-lease-duration", "6") for i in range(2)]
-        d = start("d", "decode", smollm2, *SHM)
-        vllm = start("vllm", "decode", smollm2, *SHM, "--policy", "vllm", "--push-registration-timeout", "1")
+        prefills = [start(f"p{i}", "prefill", model, *SHM, "--kv-lease-duration", "6") for i in range(2)]
+        d = start("d", "decode", model, *SHM)
+        vllm = start("vllm", "decode", model, *SHM, "--policy", "vllm", "--push-registration-timeout", "1")
         for part in parts:
             part.ready()
         urls = ("--prefill", prefills[0].url, "--prefill", prefills[1].url, "--decode", d.url)
