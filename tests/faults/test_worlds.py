@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdkv.core.config import STRICT, TRANSFER_POLICIES
+from pdkv.core.transfer.messages import TransferMode
 from pdkv.simulate.faults import play_seeds, trace
-from pdkv.simulate.router import Mode
 from pdkv.simulate.weather import Weather
 from pdkv.simulate.world import MODELS, World
 
@@ -14,7 +14,7 @@ REQUESTS = 60
 
 
 @pytest.mark.parametrize("mode", ["pull", "push", "write"])
-def test_calm_worlds_waste_nothing(mode: Mode) -> None:
+def test_calm_worlds_waste_nothing(mode: TransferMode) -> None:
     calm = Weather(max_delay_ms=50, read_ms=200)
     for seed, groups in enumerate(MODELS):
         story = World(seed, STRICT, requests=REQUESTS, groups=groups, weather=calm, mode=mode).play()

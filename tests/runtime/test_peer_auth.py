@@ -354,6 +354,7 @@ def test_announcements_are_sealed() -> None:
                 "request_id": "r",
                 "grant": {
                     "block_ids": [1],
+                    "block_size": 16,
                     "num_tokens": 16,
                     "slot": 0,
                     "nonce": 1,

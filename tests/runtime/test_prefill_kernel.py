@@ -129,6 +129,12 @@ def test_every_group_size(group: int) -> None:
     make_chunks([(203, 203)], heads=2 * group, kv_heads=2).check()
 
 
+@pytest.mark.parametrize("group", [25, 32])
+def test_few_tokens_of_a_group_larger_than_a_strip(group: int) -> None:
+    """A piece of one token is not cut any further, however few pieces there are."""
+    make_chunks([(2, 2), (1, 40)], heads=group, kv_heads=1).check()
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 8, 16, 32, 128])
 def test_block_sizes(block_size: int) -> None:
     make_chunks([(50, 290)], block_size=block_size).check()

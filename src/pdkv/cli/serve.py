@@ -12,7 +12,8 @@ from pdkv.cli.engine_extra import engine_module
 from pdkv.cli.instance_options import build_instance, with_instance_options
 
 if TYPE_CHECKING:
-    from pdkv.serve.options import PrefillFallback, TransferMode  # other names are refused by the options themselves
+    from pdkv.core.transfer.messages import TransferMode
+    from pdkv.serve.options import PrefillFallback  # other names are refused by the options themselves
 
 _PAIR = "(prefill, decode and router)"
 

@@ -174,6 +174,11 @@ class EngineConfig:
         return self.max_outstanding_plans * self.max_num_batched_tokens
 
     @property
+    def registration_ns(self) -> int:
+        """How often a registration is repeated until it is answered: every sixth of the lease (30 s -> 5 s)."""
+        return self.lease_ns // 6
+
+    @property
     def lease_extension_ns(self) -> int:
         """How far a heartbeat moves the deadline from its arrival: two thirds of the lease (30 s -> 20 s)."""
         return self.lease_ns * 2 // 3

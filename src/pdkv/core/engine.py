@@ -285,7 +285,6 @@ class Engine:
         if new.source is not None and new.source.expires_ns is None:
             unlike = unlike_blocks(self.manager, new.source.grant.block_size)
             if unlike is not None:
-                self.consumer.forget(request)
                 self.scheduler.offer_failed(request, f"the KV offered lies in {unlike}")
 
     def _take_events(self) -> tuple[Event, ...]:

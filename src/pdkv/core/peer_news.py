@@ -36,6 +36,7 @@ from pdkv.core.transfer.proof import bind
 from pdkv.core.transfer.quarantine import LastFence
 from pdkv.core.validation import check_source
 from pdkv.errors import BadRequest
+from pdkv.units import NS_PER_S
 
 
 class PeerNews:
@@ -68,15 +69,12 @@ class PeerNews:
             case PeerLost():
                 self._on_peer_lost(item)
             case PeerMet():
-                self._scheduler.blocked_by = None
                 self._consumer.turns.met(item.peer, item.clock_offset_ns)
             case ReadEnded():
                 self._load_ended(self._consumer.on_read_ended(item))
             case WriteEnded():
-                self._scheduler.blocked_by = None  # its sources may make room
                 self._producer.on_write_ended(item)
             case GrantsFenced():
-                self._scheduler.blocked_by = None
                 self._consumer.grants.on_fenced(item.grant_ids)
             case MoverRestarted():
                 self._last_fence.restarted()
@@ -89,12 +87,10 @@ class PeerNews:
         for request, cause in self._consumer.overdue():
             self._give_up_load(request, cause)
         for request in self._consumer.waits.overdue():
-            self._consumer.waits.drop(request, tell=True)
-            seconds = self._config.push_registration_timeout_ns // 1_000_000_000
+            seconds = self._config.push_registration_timeout_ns // NS_PER_S
             self._scheduler.offer_failed(request, f"not announced within {seconds} s of its arrival")
         for request in self._consumer.turns.overdue():
-            self._consumer.forget(request)
-            seconds = self._config.kv_load_timeout_ns // 1_000_000_000
+            seconds = self._config.kv_load_timeout_ns // NS_PER_S
             self._scheduler.offer_failed(request, f"no handshake within {seconds} s with the engine that keeps it")
         self._scheduler.give_back_overdue()
         self._make_way()
@@ -125,10 +121,8 @@ class PeerNews:
 
     def _on_peer_lost(self, item: PeerLost) -> None:
         for request in self._consumer.waits.at(item.peer):
-            self._consumer.waits.drop(request, tell=True)  # it may be alive, and only no peer for us
             self._scheduler.offer_failed(request, item.cause)
         for request in self._consumer.turns.waiting_at(item.peer):
-            self._consumer.forget(request)
             self._scheduler.offer_failed(request, item.cause)
         for request in self._consumer.grants.lost(item.peer):
             self._give_up_load(request, item.cause)
@@ -145,7 +139,6 @@ class PeerNews:
     def _on_producer(self, item: FromProducer) -> None:
         if isinstance(item.message, OfGrant):
             self._load_ended(self._consumer.on_grant(item.message, item.peer))
-            self._scheduler.blocked_by = None
             return
         request = self._consumer.waits.find(item.message.transfer_id, item.peer.engine_id)
         if request is None:  # an answer too many: it has been announced, has ended, or was never asked for
@@ -159,8 +152,6 @@ class PeerNews:
         try:
             check_source(request.new, source, self._config, self._manager)
         except BadRequest as error:
-            self._consumer.waits.drop(request, tell=True)
             self._scheduler.offer_failed(request, str(error))
             return
-        self._scheduler.blocked_by = None
         self._consumer.announced(request, source)

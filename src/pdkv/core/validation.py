@@ -8,7 +8,7 @@ from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
 from pdkv.core.ports import NewRequest
 from pdkv.core.transfer.messages import RemoteSource
-from pdkv.core.transfer.pairs import granted_blocks, unlike_blocks
+from pdkv.core.transfer.pairs import granted_blocks, named_blocks, unlike_blocks
 from pdkv.errors import BadRequest, DoesNotFit
 
 
@@ -59,7 +59,7 @@ def check_source(new: NewRequest, source: RemoteSource, config: EngineConfig, ma
     unlike = unlike_blocks(manager, grant.block_size)
     if unlike is not None:
         raise BadRequest(f"the KV offered lies in {unlike}")
-    counts, expected = grant.group_blocks or (len(grant.block_ids),), granted_blocks(manager, grant)
+    counts, expected = named_blocks(grant), granted_blocks(manager, grant)
     if not 1 <= grant.num_tokens <= most or counts != expected or len(grant.block_ids) != sum(expected):
         sizes = _slashed(group.block_size * grant.block_size // manager.paged_block_size for group in config.groups)
         raise BadRequest(

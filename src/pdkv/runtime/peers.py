@@ -71,8 +71,12 @@ class Peers:
         return link
 
     def _drop_idlest(self) -> bool:
-        """Whether there was a link that nothing is wanted of."""
-        idle = [link for link in self._links.values() if not link.tokens and not link.awaited]
+        """Whether there was a link that nothing is wanted of: no lease, no announcement, and no answer."""
+        idle = [
+            link
+            for link in self._links.values()
+            if not (link.tokens or link.awaited or link.handshake is Handshake.ASKED)
+        ]
         if idle:
             self._drop(min(idle, key=lambda link: link.last_used_ns))
         return bool(idle)

@@ -157,7 +157,7 @@ class Legs:
                     )
                     continue
                 chunks, length = _bytes(backend, response, watch), {"content-length"}
-                if self._turns is not None and response.is_success:
+                if self._turns is not None and params is not None and response.is_success:
                     listener, length = Listener(self._turns, call.body, backend.label), set()
                     chunks = listener.streamed(chunks) if _is_stream(response) else listener.whole(chunks)
                 passed = {k: v for k, v in response.headers.items() if k not in NOT_FORWARDED - length}

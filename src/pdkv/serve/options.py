@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from pdkv.core.blocks.vllm_hashing import VLLM_ALGORITHMS
+from pdkv.core.transfer.messages import TransferMode
 from pdkv.errors import ConfigError
 from pdkv.units import format_bytes
 
@@ -18,12 +19,15 @@ LoadFailurePolicy = Literal["recompute", "fail"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 WeightStorage = Literal["auto", "bf16"]
 PrefillFallback = Literal["local", "fail"]
-TransferMode = Literal["pull", "push", "write"]
 
 DEFAULT_PORT = 8000
 MAX_RANKS = 64
 DEFAULT_INSTANCE_TIMEOUT_S = 30.0
 DEFAULT_TURN_TTL_S = 480
+
+
+def _fraction(option: str, value: float | None) -> None:
+    _require(value is None or 0 < value <= 1, f"{option} {value}: a fraction above 0 and at most 1")
 
 
 def _require(condition: bool, text: str) -> None:
@@ -184,10 +188,7 @@ class InstanceOptions:
             )
         block_size_ok = 1 <= self.block_size <= 1024 and self.block_size & (self.block_size - 1) == 0
         _require(block_size_ok, f"--block-size {self.block_size}: use a power of two from 1 to 1024, for example 16")
-        _require(
-            self.gpu_memory_utilization is None or 0 < self.gpu_memory_utilization <= 1,
-            f"--gpu-memory-utilization {self.gpu_memory_utilization}: a fraction above 0 and at most 1",
-        )
+        _fraction("--gpu-memory-utilization", self.gpu_memory_utilization)
         _require(0 < self.memory_share <= 1, f"memory share {self.memory_share}: above 0 and at most 1")
         _require(
             self.kv_cache_memory_bytes is None or self.kv_cache_memory_bytes >= 1 << 20,
@@ -212,20 +213,14 @@ class InstanceOptions:
             self.kv_lease_duration_s >= 6,
             f"--kv-lease-duration {self.kv_lease_duration_s}: at least 6 s, for a heartbeat is sent every sixth of it",
         )
-        _require(
-            0 < self.max_leased_fraction <= 1,
-            f"--max-leased-fraction {self.max_leased_fraction}: a fraction above 0 and at most 1",
-        )
+        _fraction("--max-leased-fraction", self.max_leased_fraction)
         ttl = self.decoder_kv_blocks_ttl_s
         _require(
             ttl >= 6, f"--decoder-kv-blocks-ttl {ttl}: at least 6 s, for what ends within 5 s is not read any more"
         )
         threshold = self.kv_recompute_threshold
         _require(threshold >= 0, f"--kv-recompute-threshold {threshold}: a number of tokens, 0 or more")
-        _require(
-            0 < self.max_kept_fraction <= 1,
-            f"--max-kept-fraction {self.max_kept_fraction}: a fraction above 0 and at most 1",
-        )
+        _fraction("--max-kept-fraction", self.max_kept_fraction)
         _require(self.threads is None or self.threads >= 1, f"--threads {self.threads}: at least 1")
 
 
@@ -261,7 +256,7 @@ class RouterOptions:
         _host("--host", self.host)
         _port("--port", self.port)
         _one_of("--prefill-fallback", self.prefill_fallback, ("local", "fail"))
-        _one_of("--transfer-mode", self.transfer_mode, ("pull", "push", "write"))
+        _one_of("--transfer-mode", self.transfer_mode, get_args(TransferMode))
         _positive("--connect-timeout", self.connect_timeout_s)
         _pulls(self.bidirectional_kv_xfer, self.transfer_mode)
         _positive("--decoder-kv-blocks-ttl", self.decoder_kv_blocks_ttl_s)
@@ -292,7 +287,7 @@ class ServeOptions:
         _host("--host", self.host)
         _port("--port", self.port)
         _one_of("--prefill-fallback", self.prefill_fallback, ("local", "fail"))
-        _one_of("--transfer-mode", self.transfer_mode, ("pull", "push", "write"))
+        _one_of("--transfer-mode", self.transfer_mode, get_args(TransferMode))
         _pulls(self.prefill.bidirectional_kv_xfer or self.decode.bidirectional_kv_xfer, self.transfer_mode)
         _positive("--instance-timeout", self.instance_timeout_s)
         _positive("--start-timeout", self.start_timeout_s)

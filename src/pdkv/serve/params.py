@@ -19,11 +19,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from pdkv.core.transfer.messages import Awaited, Grant, Peer, RemoteSource
+from pdkv.core.transfer.messages import Awaited, Grant, Peer, RemoteSource, TransferMode
 from pdkv.core.transfer.proof import MARK_BYTES, MOST_MARKS
 from pdkv.errors import BadRequest
 from pdkv.runtime.shown import readable
@@ -209,7 +209,7 @@ def offers_in(params: Any) -> list[RemoteSource | Awaited]:
 
 def _mode(params: Mapping[str, Any]) -> str:
     mode = params.get("transfer_mode")
-    if mode not in (None, "pull", "push", "write"):
+    if mode not in (None, *get_args(TransferMode)):
         raise BadRequest(f"kv_transfer_params.transfer_mode: pull, push or write, got {readable(repr(mode))}")
     return mode or "pull"
 
@@ -220,8 +220,8 @@ def _transfer_id(params: Mapping[str, Any], mode: str) -> str:
         return ""
     if not isinstance(value, str) or _TRANSFER_ID.fullmatch(value) is None:
         raise BadRequest(
-            "kv_transfer_params.transfer_id: push needs one of 16 to 256 printable ASCII characters, the same for both "
-            f"instances, new and not to be guessed; got {readable(repr(value))}"
+            f"kv_transfer_params.transfer_id: {mode} needs one of 16 to 256 printable ASCII characters, the same for "
+            f"both instances, new and not to be guessed; got {readable(repr(value))}"
         )
     return value
 
@@ -233,8 +233,9 @@ def _awaited(params: Mapping[str, Any], mode: str) -> Awaited:
         given.problems.append("remote_block_ids (none: they come with the announcement)")
     if given.problems:
         raise BadRequest(
-            "kv_transfer_params: in push mode the decode instance must be told whom to wait for. Missing or malformed: "
-            f"{', '.join(given.problems)}. They are the prefill instance's engine_id and side_channel in its /health"
+            f"kv_transfer_params: in {mode} mode the decode instance must be told whom to wait for. Missing or "
+            f"malformed: {', '.join(given.problems)}. They are the prefill instance's engine_id and "
+            "side_channel in its /health"
         )
     return Awaited(peer=peer, transfer_id=transfer_id, write=mode == "write")
 

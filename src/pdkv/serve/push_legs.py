@@ -17,11 +17,10 @@ from typing import Any
 import httpx
 from starlette.responses import Response
 
-from pdkv.core.transfer.messages import Peer
+from pdkv.core.transfer.messages import Peer, TransferMode
 from pdkv.errors import BadRequest
 from pdkv.serve.backends import Backend
 from pdkv.serve.legs import Call, LegFailed, Legs, PrefillResult
-from pdkv.serve.options import TransferMode
 from pdkv.serve.params import push_legs, side_channel_of
 
 LOG = logging.getLogger("pdkv.router")

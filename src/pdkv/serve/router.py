@@ -108,8 +108,9 @@ class Router:
     async def _pull(self, call: Call) -> Response:
         """One leg after the other."""
         failures: list[str] = []
-        kept = self._turns.take(call.body) if self._turns is not None else None
+        kept = None
         if self._turns is not None:
+            kept = self._turns.take(call.body)
             self._metrics.turns.labels(offered="no" if kept is None else "yes").inc()
         for backend in self._on_prefill.order(call.prompt):
             # It is needed until the decode instance has begun to answer.

@@ -49,10 +49,9 @@ def answered(body: dict[str, Any], text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the instance ``label``, in its life ``engine_id``, keeps of a conversation until ``until_s``."""
+    """What the instance ``label`` keeps of a conversation until ``until_s``."""
 
     label: str
-    engine_id: str
     params: bytes
     until_s: float
 
@@ -66,6 +65,7 @@ class TurnMemory:
     def __init__(self, ttl_s: float, usable: Callable[[str], bool], most_bytes: int = _MOST_BYTES) -> None:
         self._ttl_s, self._usable, self._most_bytes = ttl_s, usable, most_bytes
         self._turns: OrderedDict[bytes, Kept] = OrderedDict()
+        self._lives: dict[str, str] = {}  # by label, the engine id under which it has kept all that is remembered
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -77,9 +77,10 @@ class TurnMemory:
         keys = turn_keys(answered(body, text))
         if not isinstance(engine_id, str) or not keys:
             return
-        for key in [key for key, kept in self._turns.items() if kept.label == label and kept.engine_id != engine_id]:
-            self._drop(key)  # it has been restarted since
-        kept = Kept(label, engine_id, msgspec.json.encode(params), time.monotonic() + self._ttl_s)
+        if self._lives.get(label) != engine_id:
+            self.forget(label)  # it has been restarted since
+            self._lives[label] = engine_id
+        kept = Kept(label, msgspec.json.encode(params), time.monotonic() + self._ttl_s)
         self._drop(keys[-1])
         self._turns[keys[-1]] = kept
         self._bytes += len(kept.params)

@@ -293,6 +293,7 @@ class Instance:
         if life is None:
             return
         life.alive = False
+        life.writer.fence()  # the locks of a process end with it
         self._world.note(life.name, "killed")
         for leg in life.legs.values():
             self._world.time.after(self._world.network.delay_ns(), self._world.router.lost, leg)

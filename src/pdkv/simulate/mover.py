@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING
 
 from pdkv.core.ports import MoverRestarted, PostRead, ReadEnded
 from pdkv.core.transfer.proof import is_proved, proof_key
-from pdkv.simulate.weather import MS
+from pdkv.simulate.weather import MS, PEER_DEATH_SEEN_NS
 from pdkv.units import NS_PER_S
 
 if TYPE_CHECKING:
     from pdkv.simulate.instance import Life
-
-#: A killed peer makes transfers fail within about this time (measured with NIXL); a stopped one never does.
-_PEER_DEATH_SEEN_NS = 1000 * MS
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +23,6 @@ class Read:
     """One READ: whose memory it reads, which life of the mover has it (``None`` while it is queued), what it moved."""
 
     post: PostRead
-    owner: Life
     posted_ns: int
     source: Life | None = None
     mover: int | None = None
@@ -44,12 +40,11 @@ class Mover:
         self._reads: dict[int, Read] = {}
         self.number = 0  # of the mover's own lives
         self.ready_ns = 0  # nothing of this life moves before what it fenced has been told
-        self.restarts = 0
 
     def post(self, post: PostRead) -> None:
         """Take a READ; it is begun a moment later."""
         assert post.handle not in self._reads, f"handle {post.handle} is used twice"
-        read = Read(post, self._life, self._world.time.now_ns)
+        read = Read(post, self._world.time.now_ns)
         self._reads[post.handle] = read
         self._life.later(self._rng.randrange(0, 3 * MS), self._begin, read)
 
@@ -66,7 +61,6 @@ class Mover:
             read.ended = True
         handles = (*(read.post.handle for read in fenced), *self._life.writer.fence())
         self.number += 1
-        self.restarts += 1
         self._world.note(self._life.name, "mover killed", f"handles {list(handles)} fenced")
         self._life.fences.mover_lost()
         lasts_ns = self._rng.randrange(1, 300 * MS)
@@ -77,7 +71,7 @@ class Mover:
         """What was being read from ``peer`` fails, a little later."""
         for read in self._reads.values():
             if read.source is peer and self._runs(read):
-                self._life.later(self._rng.randrange(1, _PEER_DEATH_SEEN_NS), self._report, read, None, "the peer died")
+                self._life.later(self._rng.randrange(1, PEER_DEATH_SEEN_NS), self._report, read, None, "the peer died")
 
     # ---------------------------------------------------------------------------------------------------- one READ
 
@@ -91,21 +85,16 @@ class Mover:
         read.mover = self.number
         read.source = self._world.life_of(read.post.source.peer)
         if read.source is None:
-            delay_ns = self._rng.randrange(1, _PEER_DEATH_SEEN_NS)
+            delay_ns = self._rng.randrange(1, PEER_DEATH_SEEN_NS)
             self._life.later(delay_ns, self._report, read, None, "no handshake: nobody with that engine id is there")
             return
         problem = _refusal(read.post, read.source) or _range_error(read.post, read.source, self._life)
         if problem is not None:
             self._report(read, None, problem)
             return
-        rng, weather = self._rng, self._weather
-        lasts_ns = rng.randrange(1, weather.read_ms + 1) * MS
-        if rng.random() < weather.late:
-            lasts_ns = rng.randrange(1, 15_000) * MS
-            self._world.counts["READ late"] += 1
-        fate = rng.random()
-        hangs = fate < weather.hang
-        fails = not hangs and fate < weather.hang + weather.fail
+        rng = self._rng
+        lasts_ns, late, hangs, fails = self._weather.fate(rng)
+        self._world.counts["READ late"] += late
         self._world.counts["READ hangs"] += hangs
         self._world.counts["READ breaks"] += fails
         post = read.post
@@ -164,7 +153,7 @@ class Mover:
 
 
 def _refusal(post: PostRead, source: Life) -> str | None:
-    """Why nothing may move: `runtime.reader` asks the same of a peer's handshake."""
+    """Why nothing may move: `runtime.moves` asks the same of a peer's handshake."""
     grant, identity = post.source.grant, source.engine.identity
     if grant.nonce != identity.nonce:
         return f"{source.name}: the lease is of another life of this engine"

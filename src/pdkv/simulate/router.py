@@ -5,21 +5,19 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as replace_struct
 
 from pdkv.core.events import Event, Finished, FinishReason, TokenSampled
 from pdkv.core.ports import NewRequest
-from pdkv.core.transfer.messages import Awaited, Grant, RemoteSource
+from pdkv.core.transfer.messages import Awaited, Grant, RemoteSource, TransferMode
 from pdkv.simulate.weather import MS
 
 if TYPE_CHECKING:
     from pdkv.simulate.instance import Instance, Life
     from pdkv.simulate.world import World
 
-Mode = Literal["pull", "push", "write"]
-"""`--transfer-mode`."""
 _SILENCE_NS = 8000 * MS  # an instance that shows no sign of life for so long is given up (`--instance-timeout`)
 _MOST_LEGS = 8
 
@@ -75,7 +73,9 @@ class Router:
     the decode instance, or writes it.
     """
 
-    def __init__(self, world: World, prefill: Sequence[Instance], decode: Sequence[Instance], mode: Mode) -> None:
+    def __init__(
+        self, world: World, prefill: Sequence[Instance], decode: Sequence[Instance], mode: TransferMode
+    ) -> None:
         self._world, self._prefill, self._decode, self.mode = world, prefill, decode, mode
         self._turn = 0
 

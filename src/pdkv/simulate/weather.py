@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from random import Random
+from typing import NamedTuple
 
 from pdkv.units import NS_PER_S
 
 MS = NS_PER_S // 1000
+#: A killed peer makes transfers fail within about this time (measured with NIXL); a stopped one never does.
+PEER_DEATH_SEEN_NS = 1000 * MS
+
+
+class Fate(NamedTuple):
+    """What becomes of one transfer: how long it takes, whether that is very long, how it ends if not well."""
+
+    lasts_ns: int
+    late: bool
+    hangs: bool
+    fails: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +48,16 @@ class Weather:
     def calm(self) -> bool:
         """Whether nothing at all goes wrong."""
         return self == Weather(max_delay_ms=self.max_delay_ms, read_ms=self.read_ms, drift_ppm=self.drift_ppm)
+
+    def fate(self, rng: Random) -> Fate:
+        """What becomes of the next READ or WRITE."""
+        lasts_ns = rng.randrange(1, self.read_ms + 1) * MS
+        late = rng.random() < self.late
+        if late:
+            lasts_ns = rng.randrange(1, 15_000) * MS
+        drawn = rng.random()
+        hangs = drawn < self.hang
+        return Fate(lasts_ns, late, hangs, not hangs and drawn < self.hang + self.fail)
 
     @classmethod
     def draw(cls, rng: Random) -> Weather:

@@ -17,12 +17,12 @@ from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Group, WindowGroup
 from pdkv.core.config import EngineConfig, TransferPolicy
 from pdkv.core.events import Event, LeaseReleased, LoadFailed, LoadFinished
 from pdkv.core.ports import NewRequest
-from pdkv.core.transfer.messages import Peer
+from pdkv.core.transfer.messages import Peer, TransferMode
 from pdkv.simulate.clock import VirtualTime
 from pdkv.simulate.device import ForeignKV, expected_output
 from pdkv.simulate.instance import Instance, Life
 from pdkv.simulate.network import Network
-from pdkv.simulate.router import Call, Mode, Outcome, Router
+from pdkv.simulate.router import Call, Outcome, Router
 from pdkv.simulate.weather import MS, Weather
 
 BLOCK = 4
@@ -104,7 +104,7 @@ class World:
         requests: int = 200,
         groups: tuple[Group, ...] | None = None,
         weather: Weather | None = None,
-        mode: Mode | None = None,
+        mode: TransferMode | None = None,
         shared_memory: bool | None = None,
         talks: bool | None = None,
         note: Note | None = None,
@@ -270,11 +270,11 @@ class World:
             if isinstance(event, LeaseReleased) and event.next_turn:
                 self.counts["TurnExpired"] += event.expired
                 self.counts["TurnGaveWay"] += event.gave_way
-            elif isinstance(event, LoadFinished):
-                self.counts["TurnRead"] += self._of_a_kept_turn(life, event)
-            if isinstance(event, LeaseReleased) and event.expired and not event.next_turn:
+            elif isinstance(event, LeaseReleased) and event.expired:
                 self.counts["LeaseExpired"] += 1
                 self._wasted = self._wasted or f"{life.name}: the lease of {event.request_id} expired"
+            elif isinstance(event, LoadFinished):
+                self.counts["TurnRead"] += self._of_a_kept_turn(life, event)
             elif isinstance(event, LoadFailed) and not self._of_a_kept_turn(life, event):
                 self._wasted = self._wasted or f"{life.name}: {event.request_id}: {event.cause}"
             self.note(life.name, name, event)

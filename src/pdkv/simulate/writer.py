@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdkv.core.ports import GrantsFenced, Plan, PostWrite, WriteEnded
-from pdkv.simulate.weather import MS
+from pdkv.simulate.weather import MS, PEER_DEATH_SEEN_NS
 from pdkv.units import NS_PER_S
 
 if TYPE_CHECKING:
     from pdkv.simulate.instance import Life
 
-#: A killed peer makes transfers fail within about this time (measured with NIXL); a stopped one never does.
-_PEER_DEATH_SEEN_NS = 1000 * MS
 _LOOK_NS = 20 * MS  # between two attempts at a slot's lock
 
 
@@ -65,7 +63,7 @@ class Writer:
         """What was being written to ``peer`` fails, a little later."""
         for write in self._writes.values():
             if write.target is peer and self._runs(write):
-                delay_ns = self._rng.randrange(1, _PEER_DEATH_SEEN_NS)
+                delay_ns = self._rng.randrange(1, PEER_DEATH_SEEN_NS)
                 self._life.later(delay_ns, self._report, write, "the peer died")
 
     # --------------------------------------------------------------------------------------------------- one WRITE
@@ -86,15 +84,10 @@ class Writer:
         elif post.grant.nonce != target.engine.identity.nonce or post.epoch != target.fences.epoch:
             problem = "the grant is of another life, or of another mover"
         if problem is not None:
-            self._life.later(self._rng.randrange(1, _PEER_DEATH_SEEN_NS), self._report, write, problem)
+            self._life.later(self._rng.randrange(1, PEER_DEATH_SEEN_NS), self._report, write, problem)
             return
-        rng, weather = self._rng, self._weather
-        lasts_ns = rng.randrange(1, weather.read_ms + 1) * MS
-        if rng.random() < weather.late:
-            lasts_ns = rng.randrange(1, 15_000) * MS
-        fate = rng.random()
-        hangs = fate < weather.hang
-        fails = not hangs and fate < weather.hang + weather.fail
+        rng = self._rng
+        lasts_ns, _, hangs, fails = self._weather.fate(rng)
         for remote, local in zip(post.remote_blocks.tolist(), post.local_blocks.tolist(), strict=True):
             if (hangs or fails) and rng.random() < 0.3:
                 continue  # half done
@@ -194,7 +187,7 @@ class Fences:
         evicted = [self._slots[number] for number in plan.evict if number in self._slots]
         if evicted and not self._world.shared_memory:
             self._life.mover.kill()
-        for owner in [owner for slot, _, owner in self.locks if slot in evicted]:
+        for owner in dict.fromkeys(owner for slot, _, owner in self.locks if slot in evicted):
             if owner.alive:
                 owner.mover.kill()
         if not self._looking:

@@ -101,7 +101,7 @@ class Admitter:
                 return Admission(Verdict.SKIP)
             if decided is Turn.DECLINED:
                 self._consumer.forget(request)
-                hit, external = self._manager.lookup(request), 0
+                hit, external, lacks_state = self._manager.lookup(request), 0, False
         if lacks_state and not external:
             hit = self._manager.lookup(request)
         request.shared_boundary = hit.boundary

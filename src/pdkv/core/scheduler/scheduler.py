@@ -330,9 +330,10 @@ class Scheduler:
     def offer_failed(self, request: Request, cause: str) -> None:
         """The KV that a waiting request was promised will not come: it is computed here, or ends (by policy).
 
-        A prefill for a peer was only offered the turn before, which it can do without whatever the policy.
+        A prefill for a peer was only offered the turn before, which it can do without whatever the policy. Whoever made
+        the offer is told, who may be alive and only no peer for us.
         """
-        self.blocked_by = None
+        self._consumer.forget(request)
         failed = LoadFailed(request_id=request.request_id, at_ns=self._journal.now_ns, handle=None, cause=cause)
         self._journal.emit(failed)
         if self._config.transfer.load_failure == "fail" and not request.new.produce:
@@ -358,7 +359,6 @@ class Scheduler:
 
     def put_off(self, request: Request, cause: str) -> None:
         """Its load, not begun, has given way: it waits on behind all others, so that one of them gets the memory."""
-        self.blocked_by = None
         self.holding.remove(request)
         request.num_computed = 0
         request.move_to(Status.LOAD_FAILED)

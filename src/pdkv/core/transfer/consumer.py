@@ -21,6 +21,7 @@ from pdkv.core.transfer.next_turn import NextTurns
 from pdkv.core.transfer.pairs import hide_partly_loaded, pair_blocks
 from pdkv.core.transfer.quarantine import LastFence, Quarantine
 from pdkv.core.transfer.rendezvous import Waits
+from pdkv.units import NS_PER_S
 
 
 @dataclass(slots=True)
@@ -227,14 +228,13 @@ class Consumer:
 
     def abandon(self, request: Request, cause: str) -> None:
         """Nobody waits for this load any more: its blocks stay in quarantine until it has ended or is fenced."""
+        self.forget(request)
         promise = self.grants.find(request)
         if promise is not None:
-            self.forget(request)
             self.grants.take_back(promise, cause)
             return
         load = next(load for load in self._loads.values() if load.request is request)
         del self._loads[load.handle]
-        self.forget(request)
         self._fail(load, cause)
         key, blocks = _owner(load.handle), load.blocks
         danger = "its READ may still write"
@@ -277,7 +277,7 @@ class Consumer:
         """Requests whose load has outlived its deadline, and how."""
         late = self.grants.overdue()
         if self._config.transfer.bounded_waits:
-            seconds = self._config.kv_load_timeout_ns // 10**9
+            seconds = self._config.kv_load_timeout_ns // NS_PER_S
             cause = f"not there {seconds} s after its READ was posted (--kv-load-timeout)"
             now_ns = self._journal.now_ns
             late += [(load.request, cause) for load in self._loads.values() if load.deadline_ns <= now_ns]
@@ -325,7 +325,7 @@ class Consumer:
 
     def keepalives(self) -> tuple[Keepalive, ...]:
         """Leases to renew, by peer: every request from its arrival, or announcement, until its READ has ended."""
-        awaited = (*self.waits.peers(), *self.grants.peers(), *self.turns.peers())
+        awaited = dict.fromkeys((*self.waits.peers(), *self.grants.peers(), *self.turns.peers()))
         by_peer: dict[Peer, list[bytes]] = {}
         for source in self._wanted.values():
             by_peer.setdefault(source.peer, []).append(source.grant.token)

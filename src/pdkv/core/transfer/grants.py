@@ -8,7 +8,6 @@ back.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from pdkv.core.blocks.manager import KVCacheManager
@@ -32,9 +31,9 @@ from pdkv.core.transfer.messages import (
 )
 from pdkv.core.transfer.proof import digest_tokens
 from pdkv.core.transfer.quarantine import Quarantine
+from pdkv.units import NS_PER_S
 
 _CANCELS_PER_FENCE = 4  # CANCEL is repeated so often within the fence time
-_REGISTRATIONS_PER_LEASE = 6
 
 
 @dataclass(slots=True)
@@ -154,7 +153,7 @@ class WriteGrants:
 
     def _register(self, promise: Promise) -> None:
         assert self.here is not None
-        promise.next_register_ns = self._journal.now_ns + self._config.lease_ns // _REGISTRATIONS_PER_LEASE
+        promise.next_register_ns = self._journal.now_ns + self._config.registration_ns
         self._outbox.append(SendMessage(promise.awaited.peer, self.registration(promise.awaited, promise.grant)))
 
     def registration(self, awaited: Awaited, grant: WriteGrant | None) -> RegisterWrite:
@@ -227,23 +226,17 @@ class WriteGrants:
         """
         if not self._config.transfer.bounded_waits or self._withdrawn:
             return None
-        idle = [promise for promise in self._promises.values() if self._gives_way_ns(promise) <= self._journal.now_ns]
+        since_ns = self._journal.now_ns - self._config.lease_ns
+        idle = [one for one in self._promises.values() if not one.writing and one.since_ns <= since_ns]
         return idle[-1] if idle else None
-
-    def _gives_way_ns(self, promise: Promise) -> float:
-        return math.inf if promise.writing else promise.since_ns + self._config.lease_ns
-
-    def put_off(self, promise: Promise, cause: str) -> None:
-        """Its request waits on, without this memory."""
-        self._withdraw(promise, cause)
 
     def take_back(self, promise: Promise, cause: str) -> None:
         """Nobody waits for it any more."""
         self._fail(promise, cause)
-        self._withdraw(promise, cause)
+        self.put_off(promise, cause)
 
-    def _withdraw(self, promise: Promise, cause: str) -> None:
-        """Its blocks stay in quarantine until nothing can be written any more."""
+    def put_off(self, promise: Promise, cause: str) -> None:
+        """Its request has this memory no more: it stays in quarantine until nothing can be written any more."""
         grant, request = promise.grant, promise.request
         del self._promises[grant.grant_id]
         self._slots.disarm(grant.slot)
@@ -321,8 +314,8 @@ class WriteGrants:
     def _lateness(self, promise: Promise) -> str:
         config = self._config
         if promise.writing:
-            return f"not there {config.kv_load_timeout_ns // 10**9} s after its WRITE was begun (--kv-load-timeout)"
-        seconds = config.push_registration_timeout_ns // 10**9
+            return f"not there {config.kv_load_timeout_ns // NS_PER_S} s after its WRITE was begun (--kv-load-timeout)"
+        seconds = config.push_registration_timeout_ns // NS_PER_S
         return f"not written within {seconds} s of its registration (--push-registration-timeout)"
 
     def sweep(self) -> None:
@@ -344,8 +337,8 @@ class WriteGrants:
         """When `overdue` or `sweep` is wanted next."""
         times = [promise.deadline_ns for promise in self._promises.values() if not promise.overdue]
         if self._config.transfer.bounded_waits:
-            turns = (self._gives_way_ns(promise) for promise in self._promises.values())
-            times += [int(turn) for turn in turns if self._journal.now_ns < turn < math.inf]
+            turns = [one.since_ns + self._config.lease_ns for one in self._promises.values() if not one.writing]
+            times += [turn for turn in turns if turn > self._journal.now_ns]
         if self._config.transfer.push_answers:
             times += [promise.next_register_ns for promise in self._promises.values()]
             times += [min(one.next_cancel_ns, one.deadline_ns) for one in self._withdrawn.values()]

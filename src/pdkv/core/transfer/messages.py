@@ -5,7 +5,13 @@ All of it travels between processes: structs, encoded by `runtime.wire`, or as `
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+#: How D learns of a prompt's KV and how that moves: read from P when told by the router, read when P has announced it,
+#: or written by P.
+TransferMode = Literal["pull", "push", "write"]
 
 
 class Peer(msgspec.Struct, frozen=True):

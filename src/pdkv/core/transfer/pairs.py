@@ -61,6 +61,11 @@ def _their_size(manager: KVCacheManager, kind: Kind, block_size: int) -> int:
     return kind.block_size * block_size // manager.paged_block_size
 
 
+def named_blocks(grant: Grant | WriteGrant) -> tuple[int, ...]:
+    """How many blocks of each group ``grant`` says that it names."""
+    return grant.group_blocks or (len(grant.block_ids),)
+
+
 def pair_blocks(
     manager: KVCacheManager, key: str, grant: Grant | WriteGrant, tokens: int, there: int
 ) -> tuple[Int32Array, Int32Array]:
@@ -74,8 +79,8 @@ def pair_blocks(
     reference does): it is attended to, and the block can be hit, only when the request has computed it over that.
     """
     remote, local, at = [], [], 0
-    counts = grant.group_blocks or (len(grant.block_ids),)
-    for kind, count in zip(manager.kinds, counts, strict=True):
+    granted = np.asarray(grant.block_ids, dtype=np.int64)
+    for kind, count in zip(manager.kinds, named_blocks(grant), strict=True):
         at += count
         size = _their_size(manager, kind, grant.block_size)
         unit = min(size, kind.block_size)
@@ -84,7 +89,6 @@ def pair_blocks(
         own_first, own_stop = kind.peer_span(tokens)
         begin = max(first * theirs, own_first * ours, there // unit if is_cacheable(kind.spec) else 0)
         units = np.arange(begin, min(stop * theirs, own_stop * ours, cdiv(tokens, unit)))
-        granted = np.asarray(grant.block_ids[:at], dtype=np.int64)
         remote.append(granted[at - stop + units // theirs] * theirs + units % theirs)
         local.append(manager.blocks_of(key, kind.group)[units // ours].astype(np.int64) * ours + units % ours)
     return np.concatenate(remote).astype(np.int32), np.concatenate(local).astype(np.int32)

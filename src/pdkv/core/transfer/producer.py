@@ -126,9 +126,10 @@ class Producer:
 
     def give_way(self) -> bool:
         """Let the oldest kept turn go, as somebody here needs its memory; False when none does (policy vllm: never)."""
-        if not self._turns or not self._config.transfer.kept_gives_way:
+        oldest = self._oldest_turn()
+        if oldest is None or not self._config.transfer.kept_gives_way:
             return False
-        self._release(next(iter(self._turns.values())), expired=False, gave_way=True)
+        self._release(oldest, expired=False, gave_way=True)
         return True
 
     def drop_turns(self) -> None:

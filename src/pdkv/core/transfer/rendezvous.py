@@ -66,7 +66,13 @@ class Announcements:
     def has_memory(self, request: Request) -> bool:
         """Whether a consumer has granted memory that this prefill's KV can be written to at once."""
         waiting = self._registered.get(request.new.transfer_id or "")
-        return waiting is not None and isinstance(waiting.message, RegisterWrite) and waiting.message.grant is not None
+        if waiting is None or not self._counts(waiting) or not isinstance(waiting.message, RegisterWrite):
+            return False
+        return waiting.message.grant is not None
+
+    def _counts(self, waiting: Registration) -> bool:
+        """Whether who registered is still there, as far as is known."""
+        return waiting.deadline_ns is None or waiting.deadline_ns > self._journal.now_ns
 
     def granted(self, request: Request, grant: Grant) -> Registration | None:
         """A prefill has finished and is kept: tell whoever waits, or return who has granted memory to write it to."""
@@ -76,7 +82,7 @@ class Announcements:
         self._expected.discard(transfer_id)
         self._kept[transfer_id] = announce = Announce(transfer_id, request.request_id, grant)
         waiting = self._registered.get(transfer_id)
-        if waiting is None or (waiting.deadline_ns is not None and waiting.deadline_ns <= self._journal.now_ns):
+        if waiting is None or not self._counts(waiting):
             return None
         if isinstance(waiting.message, RegisterWrite):
             if waiting.message.grant is None:
@@ -97,7 +103,7 @@ class Announcements:
         waiting = self._registered.get(transfer_id)
         if waiting is not None and self._is_answered(waiting.message):
             del self._registered[transfer_id]
-            if waiting.deadline_ns is None or waiting.deadline_ns > self._journal.now_ns:
+            if self._counts(waiting):
                 self._refuse(waiting.message, waiting.origin, reason)
 
     def on_register(self, message: Register | RegisterWrite, origin: bytes) -> Announce | None:
@@ -163,8 +169,7 @@ class Announcements:
         """The oldest registration is the first of the list; the silent ones, and those beyond the bound, go."""
         while self._registered:
             transfer_id, oldest = next(iter(self._registered.items()))
-            counts = oldest.deadline_ns is None or oldest.deadline_ns > self._journal.now_ns
-            if counts and len(self._registered) <= _MOST_PARKED:
+            if self._counts(oldest) and len(self._registered) <= _MOST_PARKED:
                 return
             del self._registered[transfer_id]
 
@@ -206,7 +211,7 @@ class Waits:
         awaited, now_ns = request.awaited, self._journal.now_ns
         assert awaited is not None
         if not self._waits:
-            self._next_beat_ns = now_ns + self._config.lease_ns // 6
+            self._next_beat_ns = now_ns + self._config.registration_ns
         wait = self._waits[awaited.transfer_id] = Wait(request, awaited, now_ns, deadline_ns)
         self._register(wait)
         self._journal.emit(Registered(request_id=request.request_id, at_ns=now_ns, producer=awaited.peer.engine_id))
@@ -278,7 +283,7 @@ class Waits:
         """Register again, every sixth of a lease; all together, so that the engine is not woken for each."""
         if self._journal.now_ns < self._next_beat_ns:
             return
-        self._next_beat_ns = self._journal.now_ns + self._config.lease_ns // 6
+        self._next_beat_ns = self._journal.now_ns + self._config.registration_ns
         for wait in self._waits.values():
             if self._registers(wait.awaited):
                 self._register(wait)

@@ -27,8 +27,9 @@ from pdkv.core.transfer.messages import (
     WriteGrant,
     Written,
 )
-from pdkv.core.transfer.pairs import granted_blocks, pair_blocks, unlike_target
+from pdkv.core.transfer.pairs import granted_blocks, named_blocks, pair_blocks, unlike_target
 from pdkv.core.transfer.quarantine import LastFence
+from pdkv.units import NS_PER_S
 
 _MOST_TOMBSTONES = 16384
 _CANCELLED = "cancelled by its consumer"
@@ -140,7 +141,7 @@ class Writes:
         unit = self._config.sizes.scheduler_tokens * grant.block_size // own  # where all blocks of the consumer end
         if not 0 <= grant.first_token < grant.num_tokens or grant.first_token % unit:
             return f"the grant begins at token {grant.first_token} of {grant.num_tokens}; blocks hold {unit} tokens"
-        expected, counts = granted_blocks(self._manager, grant), grant.group_blocks or (len(grant.block_ids),)
+        expected, counts = granted_blocks(self._manager, grant), named_blocks(grant)
         if counts != expected or len(grant.block_ids) != sum(expected):
             return f"the grant has {counts} blocks, {expected} are needed"
         least, most = min(grant.block_ids, default=1), max(grant.block_ids, default=1)
@@ -177,9 +178,7 @@ class Writes:
             self._journal.emit(failed)
             self._end_in_vain(write, error)
         # The reference keeps what it could not write until the lease ends.
-        if error is not None and not self._config.transfer.push_answers:
-            return None
-        return write.lease, write.cancelled
+        return write.lease, write.cancelled or (error is not None and not self._config.transfer.push_answers)
 
     def _end_in_vain(self, write: Write, error: str) -> None:
         grant = write.grant
@@ -236,7 +235,7 @@ class Writes:
             if write.deadline_ns > self._journal.now_ns:
                 continue
             if write.stopped is None:
-                seconds = self._config.kv_load_timeout_ns // 10**9
+                seconds = self._config.kv_load_timeout_ns // NS_PER_S
                 self._stop(write, f"not written within {seconds} s (--kv-load-timeout)")
             else:
                 self._last_fence.order()

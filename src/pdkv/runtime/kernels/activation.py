@@ -8,6 +8,7 @@ import torch
 
 from pdkv.runtime.kernels.linear import PackedLinear
 from pdkv.runtime.kernels.native import Native
+from pdkv.runtime.kernels.replace import replace_modules
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 
@@ -37,14 +38,7 @@ def replace_gated_mlps(model: Any, native: Native) -> int:
     Three layers of these names and a SiLU only make a candidate: each is first compared with its replacement on
     numbers (a clamp, a scale or a second input would show). Ranks of one model must all call this.
     """
-    count = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            replacement = _replacement(child, native)
-            if replacement is not None:
-                setattr(parent, name, replacement)
-                count += 1
-    return count
+    return replace_modules(model, lambda module: _replacement(module, native))
 
 
 @torch.inference_mode()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pdkv.runtime.kernels.native import Native
+from pdkv.runtime.kernels.replace import replace_modules
 
 _EPSILON_NAMES = ("variance_epsilon", "eps")
 
@@ -31,14 +32,7 @@ def replace_norms(model: Any, native: Native) -> int:
     A class name ending in RMSNorm only makes a candidate: models differ in details (Gemma multiplies by 1 + weight), so
     each is first compared with its replacement on numbers.
     """
-    count = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            replacement = _replacement(child, native)
-            if replacement is not None:
-                setattr(parent, name, replacement)
-                count += 1
-    return count
+    return replace_modules(model, lambda module: _replacement(module, native))
 
 
 @torch.inference_mode()

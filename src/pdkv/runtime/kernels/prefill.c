@@ -252,7 +252,7 @@ int pdkv_prefill_attention(const float *query, int64_t query_token_stride, int64
                    scale, NULL};
     const int group = heads / kv_heads;
     int64_t tokens = at_most(ROWS, ROWS_FLOATS / round_up(dim, NR) / MR * MR) / group;
-    while (tokens * group > STRIP && count_blocks(counts, num_rows, tokens) * kv_heads < 4 * threads)
+    while (tokens > 1 && tokens * group > STRIP && count_blocks(counts, num_rows, tokens) * kv_heads < 4 * threads)
         tokens = (tokens + 1) / 2;
     job.blocks = malloc(count_blocks(counts, num_rows, tokens) * sizeof(Block));
     if (!job.blocks) return -1;
