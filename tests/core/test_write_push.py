@@ -641,3 +641,24 @@ def test_a_cancelled_write_leaves_the_kv_to_who_registers_again() -> None:
     assert type(pair.to_d[-1]).__name__ == "Announce"
     pair.step_p(FromConsumer(Withdraw(ID), 0, b"D"))
     assert_all_free(pair.p)
+
+
+def test_vllm_frees_what_a_failed_write_of_an_ended_lease_had() -> None:
+    pair = vllm()
+    pair.writing()
+    pair.now = LEASE_NS
+    pair.step_p()
+    assert accounts(pair.p) == {"deferred": 3}
+    pair.step_p(pair.written("the transfer broke"))
+    assert_all_free(pair.p)
+
+
+def test_memory_granted_by_who_is_silent_for_a_lease_counts_no_more() -> None:
+    pair = Pair(p={"num_blocks": 9, "max_leased_fraction": 0.5})
+    pair.step_d(decode())
+    pair.step_p()
+    pair.now = LEASE_NS
+    pair.step_p(prefill(request_id="unclaimed", transfer_id="transfer-0", prompt=PROMPT + 500))
+    pair.step_p(prefill())
+    assert accounts(pair.p) == {"retained": 3}
+    assert pair.p.requests["p"].wait_cause == "leases pin their share of the pool (--max-leased-fraction)"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.e2e.reference import Reference
@@ -23,3 +25,10 @@ def smollm2() -> str:
 def reference(smollm2: str) -> Reference:
     """The model as transformers runs it."""
     return Reference(smollm2)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """For requests that a test does not wait for at once."""
+    with ThreadPoolExecutor(4) as threads:
+        yield threads

@@ -38,11 +38,18 @@ class Part:
         return self
 
     def ask(
-        self, prompt: str | list[int], max_tokens: int, *, timeout_s: float | httpx.Timeout = 120, **more: Any
+        self,
+        prompt: str | list[int],
+        max_tokens: int,
+        *,
+        timeout_s: float | httpx.Timeout = 120,
+        headers: dict[str, str] | None = None,
+        **more: Any,
     ) -> httpx.Response:
         """A greedy completion of exactly so many tokens, with their ids."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **more}
-        return httpx.post(f"{self.url}/v1/completions", json={"return_token_ids": True, **body}, timeout=timeout_s)
+        body = {"return_token_ids": True, **body}
+        return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=timeout_s)
 
     def prefill(self, prompt: str | list[int], **more: Any) -> dict[str, Any]:
         """P's leg, as a router would ask for it: the ``kv_transfer_params`` for D."""

@@ -11,6 +11,7 @@ import secrets
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,33 +53,37 @@ class Cluster:
         return all(part.idle() and not part.memory()["awaiting"] for part in parts)
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    logs, parts = tmp_path_factory.mktemp("logs"), list[Part]()
+@contextmanager
+def started(logs: Path, mode: str, *more: str, of_p: tuple[str, ...] = ()) -> Iterator[Cluster]:
+    """All of it, with a router in ``mode``; ``more`` options for all instances, ``of_p`` for P."""
+    parts: list[Part] = []
     model = str(save_tiny("llama", logs / "model", max_position_embeddings=MAX_LENGTH).directory)
 
     def start(name: str, *arguments: str) -> Part:
-        parts.append(Part(Path(logs) / f"{name}.log", *arguments))
+        parts.append(Part(logs / f"{name}.log", *arguments))
         return parts[-1]
 
+    def instance(name: str, role: str, *own: str) -> Part:
+        return start(name, role, model, *OPTIONS, *more, *own)
+
     try:
-        prefills = [start(f"p{i}", "prefill", model, *OPTIONS) for i in range(2)]
-        d = start("d", "decode", model, *OPTIONS)
-        vllm = start("vllm", "decode", model, *OPTIONS, "--policy", "vllm", "--push-registration-timeout", "1")
+        prefills = [instance(f"p{i}", "prefill", *of_p) for i in range(2)]
+        d = instance("d", "decode")
+        vllm = instance("vllm", "decode", "--policy", "vllm", "--push-registration-timeout", "1")
         for part in parts:
             part.ready()
         urls = ("--prefill", prefills[0].url, "--prefill", prefills[1].url, "--decode", d.url)
-        router = start("router", "router", "--port", "0", "--transfer-mode", "push", *urls).ready()
+        router = start("router", "router", "--port", "0", "--transfer-mode", mode, *urls).ready()
         yield Cluster(prefills, d, vllm, router)
     finally:
         for part in parts:
             part.end()
 
 
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as threads:
-        yield threads
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with started(tmp_path_factory.mktemp("logs"), "push") as running:
+        yield running
 
 
 def prompt(length: int = 100) -> list[int]:

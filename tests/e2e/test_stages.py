@@ -101,12 +101,6 @@ def cluster(running: Cluster) -> Cluster:
     return running
 
 
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as threads:
-        yield threads
-
-
 @pytest.fixture(params=MODES)
 def mode(request: pytest.FixtureRequest) -> str:
     """How KV gets from P to D."""
@@ -122,10 +116,9 @@ def prompt(length: int = 100) -> list[int]:
 @contextmanager
 def busy(part: Part, pool: ThreadPoolExecutor) -> Iterator[None]:
     """``part`` works on a request of its own, for as long as this lasts or it lives; others wait in its queue."""
-    leave = pool.submit(_occupy, part)
+    pool.submit(_occupy, part)
     until(lambda: part.counter("vllm:num_requests_running") == 1)
     yield
-    leave.cancel()
 
 
 def _occupy(part: Part) -> None:

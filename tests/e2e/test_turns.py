@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TTL_S, SHORT_TTL_S = 300, 8
 OPTIONS = (
     *("--kv-cache-memory-bytes", "150MiB", "--max-num-batched-tokens", "256", "--max-num-seqs", "16", *INSTANCE),
-    *("--bidirectional-kv-xfer", "--kv-recompute-threshold", "16"),
+    *("--bidirectional-kv-xfer", "--kv-recompute-threshold", "16", "--kv-lease-duration", "6"),
 )
 NEW_TOKENS = 34  # more than the threshold: P lacks at least the answer
 

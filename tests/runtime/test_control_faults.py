@@ -187,7 +187,8 @@ def test_a_stopped_mover_of_ours_is_replaced(process_pair: tuple[Half, Half]) ->
     producer, consumer = process_pair
     source = producer.grant(tuple(range(BLOCKS)))
     consumer.read(source, (0,), remote=(0,))
-    os.kill(consumer.control.mover_pid, signal.SIGSTOP)
+    stopped, restarts = consumer.control.mover_pid, consumer.control.stats().mover_restarts
+    os.kill(stopped, signal.SIGSTOP)
     handles = tuple(consumer.post(source, tuple(range(BLOCKS))) for _ in range(3))
     _wait_for(lambda: len(consumer.control._moves._moves) == 3)
     assert _report(consumer, 0.5) is None
@@ -196,6 +197,8 @@ def test_a_stopped_mover_of_ours_is_replaced(process_pair: tuple[Half, Half]) ->
     for _ in set(handles) - set(fenced):
         assert consumer.wait(ReadEnded).handle in handles
     assert _read_all(producer, consumer).error is None
+    assert consumer.control.mover_pid != stopped
+    assert consumer.control.stats().mover_restarts == restarts + 1
 
 
 # --------------------------------------------------------------------------------- whole processes come and go

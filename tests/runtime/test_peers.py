@@ -117,6 +117,9 @@ def test_at_the_limit_the_idlest_peer_makes_room(
     for at, peer in enumerate(three):
         assert isinstance(peers.link(peer, at), PeerLink)
     assert [link.peer for link in peers.links()] == three[1:]
+    for link in peers.links():
+        peers.ask(link, 3)
+    assert "all are needed" in str(peers.link(three[0], 4)), "each is asked for a handshake"
     peers.keep_alive(tuple(Keepalive(peer, (b"t" * 16,)) for peer in three[1:]), 5)
     assert "all are needed" in str(peers.link(three[0], 6))
     for link in peers.links():

@@ -232,10 +232,10 @@ def test_two_gpus_equal_generate(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_fails_the_step(tmp_path: Path) -> None:
     with divided(save_tiny("llama", tmp_path), 2) as executor:
         assert executor._ranks is not None
-        executor._ranks.group._step_timeout = timedelta(seconds=3)
         engine = HandEngine(executor)
         engine.add("a", PROMPTS[0], GREEDY)
         engine.step({"a": 3})
+        executor._ranks.group._step_timeout = timedelta(seconds=1)
         rank = psutil.Process(*executor._ranks.pids)
         rank.suspend()
         try:

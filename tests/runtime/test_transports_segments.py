@@ -125,6 +125,19 @@ def test_slices_of_whole_blocks_are_full_but_for_the_last() -> None:
     assert [int(part[:, 2].sum()) for part in slices] == [16, 16, 16, 2]
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=30), st.integers(1, 7), st.integers(1, 25))
+def test_slices_of_whole_blocks_are_in_order_and_full(blocks: list[tuple[int, int]], size: int, limit: int) -> None:
+    pool = plain(21, size)
+    units = (ids([pair[side] for pair in blocks]) for side in (0, 1))
+    slices = list(Mapping(pool, pool).slices(*units, slice_bytes=limit))
+    moved = [(a + i, b + i) for part in slices for a, b, n in part.tolist() for i in range(n)]
+    assert moved == [(a * size + i, b * size + i) for a, b in blocks for i in range(size)]
+    sizes = [int(part[:, 2].sum()) for part in slices]
+    assert all(moved_bytes == limit for moved_bytes in sizes[:-1])
+    assert all(0 < moved_bytes <= limit for moved_bytes in sizes)
+
+
 def test_nothing_to_move_makes_no_slice() -> None:
     for source, target in ((plain(16, 10), plain(16, 10)), (LATENT, msgspec.structs.replace(LATENT, block_size=2))):
         assert list(Mapping(source, target).slices(ids([]), ids([]))) == []

@@ -50,7 +50,9 @@ class Halves:
     def get(self, role: str, geometry: Geometry) -> Half:
         if (role, geometry) not in self.started:
             name = f"{role}-{len(self.started)}"
-            self.started[role, geometry] = Half(name, transport=self.transport, geometry=geometry).start()
+            self.started[role, geometry] = Half(
+                name, transport=self.transport, mover="thread", geometry=geometry
+            ).start()
         return self.started[role, geometry]
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ ANSWERS = [
 ]
 
 # Anything msgpack can say, in the shapes that come near a message.
-plain = st.recursive(
+anything = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
@@ -118,7 +118,7 @@ near_messages = st.fixed_dictionaries(
             *("seq", "engine_id", "target", "facts", "tokens", "token", "consumer", "nonce", "grant_key", "memory"),
             *("transfer_id", "producer", "request_id", "grant", "reason", "grant_id", "writing", "moved_bytes"),
         ),
-        plain,
+        anything,
     ),
 )
 
@@ -126,6 +126,19 @@ near_messages = st.fixed_dictionaries(
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda q: type(q).__name__)
 def test_questions_survive_the_wire(question: wire.Question) -> None:
     assert decode_question(encode(question)) == question
+
+
+@pytest.mark.parametrize("epoch", [-1, 2**62])
+def test_registrations_of_no_epoch_are_dropped(epoch: int) -> None:
+    message = RegisterWrite(transfer_id="t", producer="p", consumer=CONSUMER, epoch=epoch)
+    with pytest.raises(BadFrame, match="a registration of epoch"):
+        decode_question(encode(message))
+
+
+@pytest.mark.parametrize("moved_bytes", [-1, 2**62])
+def test_a_write_of_odd_size_is_dropped(moved_bytes: int) -> None:
+    with pytest.raises(BadFrame, match="a WRITE of"):
+        decode_answer(encode(Written(1, 1, moved_bytes)))
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: type(a).__name__)
@@ -150,7 +163,7 @@ def test_random_bytes_are_dropped(frame: bytes) -> None:
 
 
 @settings(deadline=None)
-@given(near_messages | plain)
+@given(near_messages | anything)
 def test_wrong_types_are_dropped(message: object) -> None:
     frame = msgspec.msgpack.encode(message)
     for decode in (decode_question, decode_answer):

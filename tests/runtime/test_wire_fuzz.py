@@ -182,11 +182,16 @@ def bounds_hold(message: Any) -> None:
             assert 0 < len(message.transfer_id) <= 256
             assert 0 < message.consumer.port < 2**16
             assert 0 < len(message.consumer.host) <= 512
+            assert 0 < len(message.consumer.engine_id) <= 512
+            assert 0 <= message.epoch < 2**62
             if message.grant is not None:
                 words_hold(message.grant)
                 assert 0 <= message.grant.slot < 2**31
                 assert len(message.grant.prompt_digest) == 16
-        case Noted() | Written() | NotWritten() | Fenced():
+        case Written():
+            words_hold(message)
+            assert 0 <= message.moved_bytes < 2**62
+        case Noted() | NotWritten() | Fenced():
             words_hold(message)
         case Announce():
             assert (len(message.grant.token), len(message.grant.proof)) == (16, 16)

@@ -279,6 +279,7 @@ def test_blocks_outside_either_pool_are_refused(
 def test_a_read_cancelled_at_once_ends_once(duo: Duo, producer: Producer) -> None:
     source = producer.grant(ALL)
     (handle,) = duo.post((source, ALL, ALL), cancel=True)
+    cancel(duo, handle, handle, 999_999)
     (ended,) = duo.reports(1)
     assert isinstance(ended, ReadEnded)
     assert ended.handle == handle
@@ -377,13 +378,9 @@ def test_every_handle_ends_once_whatever_is_done(duo: Duo, producer: Producer) -
             cancel(duo, rng.choice(handles))
         if rng.random() < 0.3:
             duo.pause(0)
-    fenced: tuple[int, ...] = ()
-    while len(reports) + len(fenced) < len(handles) or not any(isinstance(one, MoverRestarted) for one in reports):
-        reports += duo.reports(1)
-        if isinstance(reports[-1], MoverRestarted):
-            fenced = reports[-1].handles
-            reports.pop()
-            break
+    while not isinstance(report := duo.reports(1)[0], MoverRestarted):
+        reports.append(report)
+    fenced = report.handles
     reports += duo.reports(len(handles) - len(fenced) - len(reports))
     ended = [report.handle for report in reports if isinstance(report, ReadEnded)]
     assert sorted([*ended, *fenced]) == handles
