@@ -59,14 +59,19 @@ def tcp() -> Iterator[None]:
         os.environ["UCX_TLS"] = before
 
 
-@pytest.fixture
-def pair(smollm2: str, tcp: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Instance, Instance]]:
-    """A fresh P and D over NIXL/TCP, with leases of 6 s, and no fence but the READ's own end, however slow this is."""
+def fence_after(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instances wait so long for a READ's end before they replace their mover."""
     monkeypatch.setattr(
-        runtime_settings, "EngineConfig", functools.partial(EngineConfig, fence_timeout_ns=240 * NS_PER_S)
+        runtime_settings, "EngineConfig", functools.partial(EngineConfig, fence_timeout_ns=seconds * NS_PER_S)
     )
-    producer = instance("prefill", smollm2, transport="nixl", kv_lease_duration_s=6, **SMALL)
-    consumer = instance("decode", smollm2, transport="nixl", kv_lease_duration_s=6, **SMALL)
+
+
+@pytest.fixture
+def pair(stand_in: str, tcp: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Instance, Instance]]:
+    """A fresh P and D over NIXL/TCP, with leases of 6 s, and no fence but the READ's own end, however slow this is."""
+    fence_after(240, monkeypatch)
+    producer = instance("prefill", stand_in, transport="nixl", kv_lease_duration_s=6, **SMALL)
+    consumer = instance("decode", stand_in, transport="nixl", kv_lease_duration_s=6, **SMALL)
     yield producer, consumer
     consumer.close()
     producer.close()
@@ -120,9 +125,12 @@ def test_an_aborted_read_keeps_its_blocks_in_quarantine_until_it_has_ended(pair)
     until(lambda: all_idle(producer, consumer))
 
 
-def test_a_read_that_never_ends_is_fenced_by_a_new_mover(smollm2: str, tcp: None) -> None:
-    producer = instance("prefill", smollm2, transport="nixl", **SMALL)
-    consumer = instance("decode", smollm2, transport="nixl", kv_load_timeout_s=2.0, **SMALL)
+def test_a_read_that_never_ends_is_fenced_by_a_new_mover(
+    stand_in: str, tcp: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fence_after(2, monkeypatch)
+    producer = instance("prefill", stand_in, transport="nixl", **SMALL)
+    consumer = instance("decode", stand_in, transport="nixl", kv_load_timeout_s=2.0, **SMALL)
     try:
         watch = Watch(consumer)
         warm(producer, consumer)
@@ -209,10 +217,10 @@ def test_heartbeats_go_on_through_a_queue_and_a_long_step(smollm2: str) -> None:
         producer.close()
 
 
-def test_models_that_differ_are_refused_at_the_handshake(smollm2: str, tmp_path) -> None:
+def test_models_that_differ_are_refused_at_the_handshake(stand_in: str, tmp_path) -> None:
     """Same shapes, another dtype: D names the fact with both values and computes the prompt itself."""
-    producer = instance("prefill", smollm2, transport="shm", dtype="bfloat16", **SMALL)
-    consumer = instance("decode", smollm2, transport="shm", **SMALL)
+    producer = instance("prefill", stand_in, transport="shm", dtype="bfloat16", **SMALL)
+    consumer = instance("decode", stand_in, transport="shm", **SMALL)
     try:
         source = prefill(producer, "p", LONG[:40])
         flight = decode(consumer, "d", LONG[:40], source, 2).wait()
@@ -225,10 +233,10 @@ def test_models_that_differ_are_refused_at_the_handshake(smollm2: str, tmp_path)
         producer.close()
 
 
-def test_instances_may_name_their_blocks_by_different_hashes(smollm2: str) -> None:
+def test_instances_may_name_their_blocks_by_different_hashes(stand_in: str) -> None:
     """A peer's KV is known by its lease, not by a hash; each side's prefix cache works by its own."""
-    producer = instance("prefill", smollm2, transport="shm", prefix_caching_hash_algo="sha256_cbor", **SMALL)
-    consumer = instance("decode", smollm2, transport="shm", prefix_caching_hash_algo="xxhash", **SMALL)
+    producer = instance("prefill", stand_in, transport="shm", prefix_caching_hash_algo="sha256_cbor", **SMALL)
+    consumer = instance("decode", stand_in, transport="shm", prefix_caching_hash_algo="xxhash", **SMALL)
     try:
         truth = decode(consumer, "truth", LONG[:100], None, 4, cache_salt="truth").wait().tokens
         for index, moved in enumerate((7, 1)):

@@ -36,8 +36,8 @@ NEW_TOKENS = 8
 class Cluster:
     """P, two Ds, and the router in front of P and the first D; each can be put in place of a dead one."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, model: str) -> None:
+        self.directory, self.model = directory, model
         self.parts: list[Part] = []
         instances = [
             self.start("prefill"),
@@ -49,7 +49,7 @@ class Cluster:
 
     def start(self, role: str, *more: str) -> Part:
         log = self.directory / f"{role}{len(self.parts)}.log"
-        part = Part(log, role, "smollm2", *OPTIONS, *more, UCX_TLS="tcp,self")
+        part = Part(log, role, self.model, *OPTIONS, *more, UCX_TLS="tcp,self")
         self.parts.append(part)
         return part
 
@@ -76,16 +76,17 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    running = Cluster(tmp_path_factory.mktemp("logs"))
+def cluster(stand_in: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    running = Cluster(tmp_path_factory.mktemp("logs"), stand_in)
     yield running
     running.close()
 
 
 @pytest.fixture(scope="module")
-def truth(reference: Reference) -> dict[str, list[int]]:
+def truth(stand_in_reference: Reference) -> dict[str, list[int]]:
     """transformers' own continuations."""
-    return {prompt: reference.generate(reference.tokenize(prompt), NEW_TOKENS) for prompt in (SHORT, LONG)}
+    model = stand_in_reference
+    return {prompt: model.generate(model.tokenize(prompt), NEW_TOKENS) for prompt in (SHORT, LONG)}
 
 
 def both_policies(cluster: Cluster, leases: list[dict[str, Any]], salt: str) -> list[httpx.Response]:

@@ -23,12 +23,12 @@ VLLM_ROUTER = os.environ.get("PDKV_VLLM_ROUTER") or shutil.which("vllm-router", 
 
 
 @pytest.fixture(scope="module")
-def parts(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Part]]:
+def parts(stand_in: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Part]]:
     logs, started = tmp_path_factory.mktemp("logs"), {}
     try:
         for name in ("prefill", "decode-0", "decode-1"):
             role = name.split("-")[0]
-            started[name] = Part(logs / f"{name}.log", role, smollm2, *INSTANCE, *MEMORY, "--served-model-name", "m")
+            started[name] = Part(logs / f"{name}.log", role, stand_in, *INSTANCE, *MEMORY, "--served-model-name", "m")
         for part in started.values():
             part.ready()
         yield started

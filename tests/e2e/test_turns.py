@@ -16,7 +16,7 @@ from tests.e2e.processes import INSTANCE, Part, tokens_of, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-TTL_S, SHORT_TTL_S = 300, 8
+TTL_S, SHORT_TTL_S = 300, 6
 OPTIONS = (
     *("--kv-cache-memory-bytes", "150MiB", "--max-num-batched-tokens", "256", "--max-num-seqs", "16", *INSTANCE),
     *("--bidirectional-kv-xfer", "--kv-recompute-threshold", "16", "--kv-lease-duration", "6"),
@@ -40,7 +40,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(stand_in: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     logs, parts = tmp_path_factory.mktemp("logs"), list[Part]()
 
     def start(name: str, *arguments: str) -> Part:
@@ -48,9 +48,9 @@ def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         return parts[-1]
 
     try:
-        p = start("p", "prefill", smollm2, *OPTIONS)
-        d = start("d", "decode", smollm2, *OPTIONS, "--decoder-kv-blocks-ttl", str(TTL_S))
-        brief = start("brief", "decode", smollm2, *OPTIONS, "--decoder-kv-blocks-ttl", str(SHORT_TTL_S))
+        p = start("p", "prefill", stand_in, *OPTIONS)
+        d = start("d", "decode", stand_in, *OPTIONS, "--decoder-kv-blocks-ttl", str(TTL_S))
+        brief = start("brief", "decode", stand_in, *OPTIONS, "--decoder-kv-blocks-ttl", str(SHORT_TTL_S))
         for part in parts:
             part.ready()
         urls = ("--prefill", p.url, "--decode", d.url, "--decode", brief.url)

@@ -25,12 +25,12 @@ LOADED, MOVED = "pdkv:kv_load_blocks_total", "vllm:nixl_bytes_transferred_sum"
 class Parts:
     """P, and a D for each of `SIZES`."""
 
-    def __init__(self, logs: pytest.TempPathFactory) -> None:
+    def __init__(self, model: str, logs: pytest.TempPathFactory) -> None:
         folder = logs.mktemp("logs")
 
         def part(role: str, size: int) -> Part:
             pool = ("--kv-cache-memory-bytes", "128MiB", "--block-size", str(size))
-            return Part(folder / f"{role}-{size}.log", role, "smollm2", *INSTANCE, *pool)
+            return Part(folder / f"{role}-{size}.log", role, model, *INSTANCE, *pool)
 
         self.all = [part("prefill", THEIRS), *(part("decode", size) for size in SIZES)]
         self.p, *ds = (one.ready() for one in self.all)
@@ -49,33 +49,34 @@ class Parts:
 
 
 @pytest.fixture(scope="module")
-def parts(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
-    running = Parts(tmp_path_factory)
+def parts(stand_in: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    running = Parts(stand_in, tmp_path_factory)
     yield running
     for part in running.all:
         part.end()
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_was_prefilled_in_other_blocks_goes_on(parts: Parts, reference: Reference, size: int) -> None:
-    unit = min(size, THEIRS)
+def test_what_was_prefilled_in_other_blocks_goes_on(parts: Parts, stand_in_reference: Reference, size: int) -> None:
+    model, unit = stand_in_reference, min(size, THEIRS)
     unit_bytes = parts.d[size].memory()["bytes_per_block"] * unit // size
     for length in (5, 31, 32, 33, 64, 100, 257):
-        prompt = reference.tokenize(f"{length + size} years later. " + STORY * 9)[:length]
+        prompt = model.tokenize(f"{length + size} years later. " + STORY * 9)[:length]
         ours, blocks, moved = parts.load(size, prompt)
-        reference.assert_equal(prompt, ours, reference.generate(prompt, NEW_TOKENS))
+        model.assert_equal(prompt, ours, model.generate(prompt, NEW_TOKENS))
         assert blocks == cdiv(length, size)
         assert moved == cdiv(length, unit) * unit_bytes
     until(parts.settled)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_behind_a_hit_only_what_is_missing_is_read(parts: Parts, reference: Reference, size: int) -> None:
+def test_behind_a_hit_only_what_is_missing_is_read(parts: Parts, stand_in_reference: Reference, size: int) -> None:
     """160 tokens are in common: ten blocks of 16, two of 64 and a part of the third."""
-    head = reference.tokenize(f"In the beginning, {size} years ago. " + STORY * 6)[:160]
+    model = stand_in_reference
+    head = model.tokenize(f"In the beginning, {size} years ago. " + STORY * 6)[:160]
     for number, tail in enumerate(("What did he write in autumn?", "Who taught him to keep the book, and why?")):
-        prompt = head + reference.tokenize(tail)
+        prompt = head + model.tokenize(tail)
         ours, blocks, _ = parts.load(size, prompt)
-        reference.assert_equal(prompt, ours, reference.generate(prompt, NEW_TOKENS))
+        model.assert_equal(prompt, ours, model.generate(prompt, NEW_TOKENS))
         assert blocks == cdiv(len(prompt), size) - (160 // size if number else 0)
     until(parts.settled)
