@@ -1,7 +1,8 @@
 """Records what vLLM's own scheduler does when KV comes from elsewhere (format: tests/data/README.md).
 
 Run with a Python that has vLLM 0.32 (CPU build is enough; no model, no GPU, no network), from the root of this
-project: ``$VLLM_PYTHON tests/conformance/record.py tests/data/sched_remote.jsonl.gz [SEED]``. The scheduler, block
+project: ``$VLLM_PYTHON tests/conformance/record.py tests/data/sched_remote.jsonl.gz [SEED]``, or for the rules of a
+step (pauses, paced prefills, bad blocks, ...) ``... tests/data/sched_rules.jsonl.gz SEED rules``. The scheduler, block
 pool and hashes are vLLM's; the connector is a stub that promises tokens of a request's prompt and brings them, or
 fails to, some steps later. Nothing of vLLM's code is here.
 """
@@ -20,9 +21,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import record_rules
 import record_workloads
 import torch
-from record_workloads import Workload, sampled_token, workloads
+from record_workloads import Workload, sampled_token
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -36,6 +38,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -142,6 +145,10 @@ def make_scheduler(config: Row, directory: str) -> Scheduler:
         is_encoder_decoder=False,
         enable_chunked_prefill=True,
         long_prefill_token_threshold=config["long_prefill_token_threshold"],
+        long_prefill_token_threshold_adaptive=config.get("long_prefill_token_threshold_adaptive", False),
+        max_num_active_seqs=config.get("max_num_active_seqs"),
+        max_num_scheduled_tokens=config.get("max_num_scheduled_tokens"),
+        prefill_schedule_interval=config.get("prefill_schedule_interval", 1),
         async_scheduling=config["async_scheduling"],
         policy=config["policy"],
         watermark=config["watermark"],
@@ -199,7 +206,14 @@ class Recorder:
         self.loads: dict[str, int] = {}  # reports still to come: request -> update after which it ends
         self.outstanding: list[tuple[int, Any, set[str]]] = []
         self.released = 0
+        self.interval = workload.config.get("prefill_schedule_interval", 1)
+        self.wave_step = 0  # as DPEngineCoreProc.step_counter
+        self.bad_told: set[str] = set()
+        self.started: dict[str, int] = {}  # in which step a request's load began
+        self.outstanding_tokens: dict[str, int] = {}
         self._watch_reports()
+        if "rules" in workload.config:
+            self._end_one_by_one()
 
     def _watch_reports(self) -> None:
         """Counts the blocks that come back because a load has ended."""
@@ -211,6 +225,18 @@ class Recorder:
             self.released = self.pool.get_num_free_blocks() - before
 
         self.scheduler._update_from_kv_xfer_finished = watched
+
+    def _end_one_by_one(self) -> None:
+        """Requests that fail together end in queue order: in a set of them the order would be left to chance."""
+        inner = self.scheduler.finish_requests
+
+        def ordered(keys: Any, status: RequestStatus) -> list[Request]:
+            if isinstance(keys, str):
+                return inner(keys, status)
+            queues = (*self.scheduler.kv_holding_waiting, *self.scheduler.running, *self.scheduler.waiting)
+            return [ended for r in queues if r.request_id in keys for ended in inner(r.request_id, status)]
+
+        self.scheduler.finish_requests = ordered
 
     def run(self) -> Row:
         """The row."""
@@ -247,7 +273,8 @@ class Recorder:
     def _more_to_come(self, number: int) -> bool:
         arrivals = any(request["arrival_step"] >= number for request in self.workload.requests)
         in_flight = any(output.total_num_scheduled_tokens for _, output, _ in self.outstanding)
-        return bool(arrivals or self.loads or in_flight or self.scheduler.has_unfinished_requests())
+        resumes = any(step >= number for step, _ in self.workload.config.get("pauses", ()))
+        return bool(arrivals or resumes or self.loads or in_flight or self.scheduler.has_unfinished_requests())
 
     def _deferred_blocks(self) -> int:
         return sum(len(blocks) for _, blocks in self.scheduler.deferred_frees)
@@ -259,9 +286,10 @@ class Recorder:
     # ------------------------------------------------------------------------------------------------ one step
 
     def _schedule(self, number: int) -> Row:
-        aborted = [
-            r["id"] for r in self.workload.requests if r["abort_step"] == number and r["id"] in self.scheduler.requests
-        ]
+        known = self.scheduler.requests
+        aborted = [r["id"] for r in self.workload.requests if r["abort_step"] == number and r["id"] in known]
+        if "rules" in self.workload.config:  # those that failed while loading are still known
+            aborted = [key for key in aborted if not known[key].is_finished()]
         loading = set(self._loading())
         for key in aborted:  # one by one: in a set of them the order of the frees would be left to chance
             self.scheduler.finish_requests(key, RequestStatus.FINISHED_ABORTED)
@@ -269,15 +297,22 @@ class Recorder:
         for spec in arrived:
             self._add(spec, number + 1e-6 * self.workload.requests.index(spec))
         self.connector.started = []
-        output = self.scheduler.schedule()
+        pauses = dict(self.workload.config.get("pauses", ()))
+        if number in pauses:
+            self.scheduler.set_pause_state(PauseState[pauses[number]])
+        output = self.scheduler.schedule(self.wave_step % self.interval != 0)
+        self.wave_step += 1
         for started in self.connector.started:
             spec = self.workload.by_id(started["id"])
             self.loads[started["id"]] = number + spec["load_steps"]
+            self.started[started["id"]] = number
         samples = {key for key in output.num_scheduled_tokens if not self.scheduler.requests[key].is_prefill_chunk}
         self.outstanding.append((number, output, samples))
         cached = output.scheduled_cached_reqs
         return {
             "step": number,
+            **({"pause": pauses[number]} if number in pauses else {}),
+            **({"unfinished": self.scheduler.get_num_unfinished_requests()} if pauses else {}),
             "arrived": [r["id"] for r in arrived],
             "aborted": aborted,
             "aborted_loading": [key for key in aborted if key in loading],
@@ -330,10 +365,12 @@ class Recorder:
     def _process(self, number: int) -> Row:
         """The output of the oldest outstanding step comes back, and with it the reports of loads that have ended."""
         made, output, samples = self.outstanding.pop(0)
+        self.outstanding_tokens = dict(output.num_scheduled_tokens)
         ended = [key for key, due in self.loads.items() if due <= number]
         for key in ended:
             del self.loads[key]
         fails = [key for key in ended if self.workload.by_id(key)["load_fails"]]
+        bad = self._bad_blocks(number) if "rules" in self.workload.config else {}
         sampled: dict[str, int] = {}
         rows = list(output.num_scheduled_tokens)
         for key in rows:
@@ -343,7 +380,9 @@ class Recorder:
         self.released = 0
         known = {key: request for key, request in self.scheduler.requests.items() if not request.is_finished()}
         # lists, not sets: the order in which blocks come back is part of the recording
-        report: Any = KVConnectorOutput(finished_recving=ended or None, failed_recving=fails)
+        report: Any = KVConnectorOutput(
+            finished_recving=ended or None, failed_recving=fails, invalid_block_ids=set(bad.get("invalid_blocks", ()))
+        )
         self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
@@ -353,18 +392,48 @@ class Recorder:
                 kv_connector_output=report,
             ),
         )
+        if not self.scheduler.has_unfinished_requests():
+            self.wave_step = 0
         reasons = {key: str(r.get_finished_reason()) for key, r in known.items() if r.is_finished()}
         return {
             "processed": made,
             "sampled": sampled,
             "finished": [{"id": key, "reason": reason} for key, reason in reasons.items()],
             "loads_ended": [{"id": key, "failed": key in fails} for key in ended],
+            **bad,
             "released_by_reports": self.released,
         }
 
+    def _bad_blocks(self, number: int) -> Row:
+        """What the workload says is found bad now, and who holds it: ids of blocks, ids of requests."""
+        bad: set[int] = set()
+        hurt = []
+        for spec in self.workload.requests:
+            key, entry = spec["id"], spec.get("bad_entry")
+            request = self.scheduler.requests.get(key)
+            if entry is None or key in self.bad_told or request is None or request.is_finished():
+                continue
+            if "bad_running" in spec:
+                due = request.status == RequestStatus.RUNNING and request.num_computed_tokens > spec["bad_running"]
+            else:
+                loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and key in self.started
+                due = loading and self.started[key] + spec["bad_after"] <= number
+            table = self.scheduler.kv_cache_manager.get_block_ids(key)[0] if due else []
+            if not due or entry >= len(table):
+                continue
+            self.bad_told.add(key)
+            bad.update(table[entry : entry + spec["bad_count"]])
+        for request in (*self.scheduler.kv_holding_waiting, *self.scheduler.running):
+            given = self.outstanding_tokens.get(request.request_id, 0)
+            blocks = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+            if bad.intersection(blocks[: -(-(request.num_computed_tokens - given) // self.scheduler.block_size)]):
+                hurt.append(request.request_id)
+        return {"invalid_blocks": sorted(bad), "hurt": hurt} if bad else {}
 
-def main(target: Path, seed: int = 0) -> None:
+
+def main(target: Path, seed: int = 0, which: str = "remote") -> None:
     """Record every workload into ``target`` (gzip JSON lines; the same bytes for the same rows and ``seed``)."""
+    workloads = {"remote": record_workloads.workloads, "rules": record_rules.workloads}[which]
     record_workloads.offset = seed * 1000
     init_none_hash(sha256)
     directory = model_directory()
@@ -379,4 +448,4 @@ def main(target: Path, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *(int(value) for value in sys.argv[2:]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:3]), *sys.argv[3:4])

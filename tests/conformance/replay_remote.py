@@ -16,6 +16,7 @@ from pdkv.core.config import VLLM, EngineConfig
 from pdkv.core.engine import Engine, Identity
 from pdkv.core.events import Admitted, Finished, FinishReason, LoadStarted, Preempted
 from pdkv.core.ports import Abort, InboxItem, NewRequest, Outputs, Plan, ReadEnded
+from pdkv.core.scheduler.limits import PauseState
 from pdkv.core.transfer.messages import Grant, Peer, RemoteSource
 
 _NONCE = 5
@@ -44,6 +45,10 @@ def engine_config(config: Row) -> EngineConfig:
         max_num_seqs=config["max_num_seqs"],
         max_num_batched_tokens=config["max_num_batched_tokens"],
         long_prefill_token_threshold=config["long_prefill_token_threshold"],
+        long_prefill_token_threshold_adaptive=config.get("long_prefill_token_threshold_adaptive", False),
+        max_num_active_seqs=config.get("max_num_active_seqs"),
+        max_num_scheduled_tokens=config.get("max_num_scheduled_tokens"),
+        prefill_schedule_interval=config.get("prefill_schedule_interval", 1),
         full_sequence_must_fit=config["full_sequence_must_fit"],
         watermark=watermark_share(config),
         enable_prefix_caching=config["enable_caching"],
@@ -90,6 +95,8 @@ class RemoteReplay:
         inbox, self.reports = self.reports, []
         inbox += [Abort(request_id) for request_id in step["aborted"]]
         inbox += [self._arrival(self.requests[request_id]) for request_id in step["arrived"]]
+        if "pause" in step:
+            self.engine.pause(PauseState[step["pause"]])
         plan = self.engine.schedule(step["step"], inbox)
         self.plans.append(plan)
         self._compare_events(plan, step, where)
@@ -105,6 +112,8 @@ class RemoteReplay:
         expect(f"{where} holding", [request.request_id for request in scheduler.holding], step["holding"])
         expect(f"{where} waiting", [request.request_id for request in scheduler.waiting], step["waiting"])
         expect(f"{where} free blocks", self.engine.manager.pool.num_free, step["free_blocks_after_schedule"])
+        if "unfinished" in step:
+            expect(f"{where} unfinished", scheduler.num_unfinished, step["unfinished"])
         if self.row["config"]["kinds"] == ["full"]:  # of the others, null entries have been counted too
             holders = self.engine.memory().holders
             deferred = sum(holder.blocks for holder in holders if holder.account == "deferred")
@@ -182,11 +191,13 @@ class RemoteReplay:
             if batch.samples[index] and request is not None:
                 tokens[index] = sampled[request_id] = sampled_token(request_id, request.num_outputs)
         expect(f"{where} sampled", sampled, step["sampled"])
-        events = self.engine.complete(plan.step_id, Outputs(tokens=tokens), step["step"])
+        outputs = Outputs(tokens=tokens, invalid_blocks=tuple(step.get("invalid_blocks", ())))
+        events = self.engine.complete(plan.step_id, outputs, step["step"])
         ended = {event.request_id: event.reason.value for event in events if isinstance(event, Finished)}
         theirs = {end["id"]: end["reason"] for end in step["finished"]}
-        self.failed = [key for key, reason in theirs.items() if reason == "error"]
-        expect(f"{where} finished", ended, {key: value for key, value in theirs.items() if value != "error"})
+        hurt = step.get("hurt", ())  # those whose error is told by block end with the step itself
+        self.failed = [key for key, reason in theirs.items() if reason == "error" and key not in hurt]
+        expect(f"{where} finished", ended, {key: value for key, value in theirs.items() if key not in self.failed})
         self.reports += [self._report(end["id"], failed=end["failed"]) for end in step["loads_ended"]]
 
     def _report(self, request_id: str, *, failed: bool) -> ReadEnded:

@@ -15,13 +15,14 @@ import pytest
 from tests.conformance.replay_remote import replay_remote
 from tests.conformance.rows import Mismatch
 
-RECORDING = Path(__file__).resolve().parents[1] / "data" / "sched_remote.jsonl.gz"
+DATA = Path(__file__).resolve().parents[1] / "data"
+REMOTE, RULES = DATA / "sched_remote.jsonl.gz", DATA / "sched_rules.jsonl.gz"
 Row = dict[str, Any]
 
 
-def rows() -> list[Row]:
+def rows(recording: Path = REMOTE) -> list[Row]:
     """All recorded rows."""
-    with gzip.open(RECORDING, "rt", encoding="utf-8") as lines:
+    with gzip.open(recording, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
@@ -49,6 +50,26 @@ def test_what_the_recordings_cover() -> None:
     assert stalled, "no step stalls for a deferred free"
 
 
+def test_what_the_recorded_rules_cover() -> None:
+    recorded = rows(RULES)
+    assert all(row["totals"]["unfinished"] == 0 for row in recorded)
+    configs = [row["config"] for row in recorded]
+    for name in ("max_num_active_seqs", "max_num_scheduled_tokens", "long_prefill_token_threshold_adaptive"):
+        assert any(config.get(name) for config in configs), f"no row has {name}"
+    assert {config.get("prefill_schedule_interval", 1) for config in configs} == {1, 3, 4, 5}
+    paused = {step["pause"] for row in recorded for step in row["steps"] if "pause" in step}
+    assert paused == {"PAUSED_NEW", "PAUSED_ALL", "UNPAUSED"}
+    for policy, asynchronous in (("fail", False), ("fail", True), ("recompute", False), ("recompute", True)):
+        told = [
+            step
+            for row in recorded
+            if (row["config"]["load_failure"], row["config"]["async_scheduling"]) == (policy, asynchronous)
+            for step in row["steps"]
+            if step.get("hurt")
+        ]
+        assert len(told) >= 3, f"{policy}: bad blocks hurt too few"
+
+
 @pytest.mark.parametrize(
     ("field", "change"),
     [
@@ -69,8 +90,11 @@ def test_an_altered_recording_fails(field: str, change: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names a Python that has vLLM 0.32")
-def test_the_reference_says_the_same_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recording", "which"), [(REMOTE, "remote"), (RULES, "rules")])
+def test_the_reference_says_the_same_again(recording: Path, which: str, tmp_path: Path) -> None:
     again = tmp_path / "again.jsonl.gz"
     recorder = Path(__file__).with_name("record.py")
-    subprocess.run([os.environ["VLLM_PYTHON"], recorder, again], check=True, timeout=220, capture_output=True)
-    assert gzip.decompress(again.read_bytes()) == gzip.decompress(RECORDING.read_bytes())
+    subprocess.run(
+        [os.environ["VLLM_PYTHON"], recorder, again, "0", which], check=True, timeout=220, capture_output=True
+    )
+    assert gzip.decompress(again.read_bytes()) == gzip.decompress(recording.read_bytes())

@@ -70,6 +70,22 @@ def _template(
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Most tokens in one step (longer prompts are chunked).", rich_help_panel=_SCHEDULING)
     ] = 2048,
+    max_num_queued_reqs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With so many requests waiting or running the next gets HTTP 503; default: no limit.",
+            rich_help_panel=_SCHEDULING,
+        ),
+    ] = None,
+    max_num_queued_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="With so many prompt tokens waiting for a first token the next gets HTTP 503; default: no limit.",
+            rich_help_panel=_SCHEDULING,
+        ),
+    ] = None,
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Reuse the KV of prefixes seen before.", rich_help_panel=_SCHEDULING)
     ] = True,

@@ -33,6 +33,7 @@ class TransferPolicy:
     skipped_go_first: bool = True  # a request that ends first gives back what no token looks at, then the rest
     push_answers: bool = True  # WRITE push: registrations are repeated and always answered, given up grants cancelled
     failure_frees_at_once: bool = True  # a failed load's blocks come back when it is reported, not when next looked at
+    bad_blocks_hurt_all: bool = True  # whoever has a block reported bad goes back to it; what lies behind is not hit
     kept_gives_way: bool = True  # KV kept for a next turn goes, the oldest first, when somebody needs the memory
 
 
@@ -48,6 +49,7 @@ VLLM = TransferPolicy(
     abort_frees_hits=False,
     push_answers=False,
     failure_frees_at_once=False,
+    bad_blocks_hurt_all=False,
     kept_gives_way=False,
 )
 TRANSFER_POLICIES = {policy.name: policy for policy in (STRICT, VLLM)}
@@ -61,6 +63,7 @@ _LEAST = {
     "max_num_batched_tokens": 1,
     "max_outstanding_plans": 1,
     "long_prefill_token_threshold": 0,
+    "prefill_schedule_interval": 1,
     "kv_load_timeout_ns": 1,
     "fence_timeout_ns": 1,
     "lease_ns": 1,
@@ -79,6 +82,11 @@ class EngineConfig:
     resumed, N every N tokens as well, ``None`` everywhere. ``kv_events`` collects what enters and leaves the prefix
     cache, ``kv_metrics_sample`` (0, 1] the times of that share of all blocks (vLLM: 0.01 when on).
 
+    A step has at most ``max_num_scheduled_tokens`` (default: ``max_num_batched_tokens``, which also holds the rows that
+    a drafter takes). ``max_num_active_seqs`` (default: ``max_num_seqs``) run at once. While there are others nobody
+    gets more than ``long_prefill_token_threshold`` tokens of a step (0: no such cap), or, adaptive, than a fair share
+    if that is more. Prompts are computed in every ``prefill_schedule_interval``-th step only, while somebody decodes.
+
     Of bidirectional mode: an answer's KV is kept for ``kept_ttl_ns``, in at most ``max_kept_fraction`` of the pool, and
     read by the next turn's prefill if that lacks ``kv_recompute_threshold`` tokens of it or more.
     """
@@ -92,8 +100,12 @@ class EngineConfig:
     kv_events: bool = False
     kv_metrics_sample: float | None = None
     max_num_seqs: int = 256
+    max_num_active_seqs: int | None = None
     max_num_batched_tokens: int = 2048
+    max_num_scheduled_tokens: int | None = None
     long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold_adaptive: bool = False
+    prefill_schedule_interval: int = 1
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     full_sequence_must_fit: bool = True
@@ -126,6 +138,8 @@ class EngineConfig:
                 f"({self.max_num_seqs}): a step could not give every running request its token. "
                 "Raise the first or lower the second"
             )
+        self._check_at_most("max_num_active_seqs", "max_num_seqs")
+        self._check_at_most("max_num_scheduled_tokens", "max_num_batched_tokens")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError(
                 f"without chunked prefill a prompt must fit one step: max_num_batched_tokens "
@@ -141,6 +155,22 @@ class EngineConfig:
             raise ConfigError(f"max_kept_fraction is {self.max_kept_fraction}; it is a share of the pool in (0, 1]")
         if self.transfer.load_failure not in ("recompute", "fail"):
             raise ConfigError(f"load failure policy is {self.transfer.load_failure!r}; use 'recompute' or 'fail'")
+
+    def _check_at_most(self, name: str, other: str) -> None:
+        value, most = getattr(self, name), getattr(self, other)
+        if value is not None and not 1 <= value <= most:
+            raise ConfigError(f"{name} is {value}; it must be at least 1 and at most {other} ({most}), or left out")
+
+    @property
+    def active_limit(self) -> int:
+        """So many requests run at most; an executor may have room (``max_num_seqs``) for more."""
+        return self.max_num_seqs if self.max_num_active_seqs is None else self.max_num_active_seqs
+
+    @property
+    def max_scheduled_tokens(self) -> int:
+        """Tokens of one step at most."""
+        own = self.max_num_scheduled_tokens
+        return self.max_num_batched_tokens if own is None else own
 
     @property
     def drafting(self) -> Drafting:

@@ -29,6 +29,7 @@ from pdkv.core.ports import (
     Outputs,
     Plan,
 )
+from pdkv.core.scheduler.limits import PauseState
 from pdkv.core.scheduler.request import Request, Status
 from pdkv.core.scheduler.running import PlanRows
 from pdkv.core.scheduler.scheduler import Scheduler
@@ -180,6 +181,13 @@ class Engine:
         stride.advance(self.scheduler, self.manager, self.hash_function, tokens, self._next_step)
         self._next_step += steps
         self.scheduler.completed_step = self._next_step - 1
+
+    def pause(self, state: PauseState) -> None:
+        """Stop computing, or letting in who holds no memory yet, or go on, from the next ``schedule`` on.
+
+        `Scheduler.num_unfinished` tells when all that goes on under a pause has ended (spec scheduler 3).
+        """
+        self.scheduler.pause(state)
 
     def reset_prefix_cache(self, now_ns: int, *, reset_running_requests: bool = False) -> bool:
         """Forget all cached content (weights have changed, say); called with no plan outstanding.

@@ -303,11 +303,16 @@ class Outputs:
     With speculation, ``more[i]`` int32[accepted] follow the first one (as many as drafts of row i were accepted), and
     ``drafts[i]`` int32[k] are proposed to be checked in row i's next step (not with asynchronous scheduling, where
     they stay with the executor).
+
+    ``invalid_blocks`` are ids of blocks whose KV was to come from elsewhere and is known not to be there. An executor
+    that finds out by block, before a load has ended (one rank of several has failed) or behind it, says so here; of
+    models of one KV group only. Requests that count them as computed go on in front of them, or end with an error.
     """
 
     tokens: Int32Array
     more: tuple[Int32Array, ...] = ()
     drafts: tuple[Int32Array, ...] = ()
+    invalid_blocks: tuple[int, ...] = ()
 
 
 # -------------------------------------------------------------------------------------------------------- memory

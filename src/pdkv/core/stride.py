@@ -10,6 +10,7 @@ from pdkv.core.blocks.hashing import HashFunction
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
 from pdkv.core.ports import Int32Array
+from pdkv.core.scheduler.limits import PauseState
 from pdkv.core.scheduler.request import Request, Status
 from pdkv.core.scheduler.scheduler import Scheduler
 
@@ -20,12 +21,15 @@ def quiet_steps(scheduler: Scheduler, manager: KVCacheManager, config: EngineCon
     count = len(running)
     if (
         config.speculation is not None
-        or not 0 < count <= config.max_num_batched_tokens
+        or scheduler.pause_state is PauseState.PAUSED_ALL
+        or not 0 < count <= config.max_scheduled_tokens
         or running.decoding(0, count) < count
     ):
         return 0
+    if scheduler.pace.active and (scheduler.waiting or scheduler.holding or any(one.prefilling for one in running)):
+        return 0
     steps = min(limit, running.fewest_tokens_left() - 1)
-    if (scheduler.waiting or scheduler.holding) and count < config.max_num_seqs:
+    if (scheduler.holding or (scheduler.waiting and scheduler.admits_new)) and count < config.active_limit:
         steps = min(steps, _steps_blocked(running, scheduler.blocked_by, manager))
     return manager.growth.steps_with_room(running, steps) if steps > 0 else 0
 
@@ -69,4 +73,5 @@ def advance(
         for request in running:
             request.extend_hashes(hash_function)
     manager.grow_by(running, steps)
+    scheduler.pace.skip(steps)
     running.counters.last_step[running.columns] = first_step + steps - 1

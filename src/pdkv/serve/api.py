@@ -39,6 +39,7 @@ from pdkv.serve.openai import (
     prompts_of,
 )
 from pdkv.serve.params import KV_HEADER, offers_in
+from pdkv.serve.queue_limits import NO_LIMITS, QueueLimits
 from pdkv.serve.responses import SSE_DONE, Answer, sse
 from pdkv.serve.strict_json import parse_json
 from pdkv.serve.telemetry import Telemetry
@@ -49,9 +50,15 @@ LOG = logging.getLogger("pdkv.api")
 _REFUSAL_SHOWN_NS = 60 * NS_PER_S
 
 
-def create_app(instance: ServedInstance, telemetry: Telemetry, *, served_model_name: str | None = None) -> FastAPI:
+def create_app(
+    instance: ServedInstance,
+    telemetry: Telemetry,
+    *,
+    served_model_name: str | None = None,
+    limits: QueueLimits = NO_LIMITS,
+) -> FastAPI:
     """The application that serves ``instance``. ``telemetry`` must be the one that hears the instance's events."""
-    api = InstanceApi(instance, telemetry, served_model_name or instance.info.model_name)
+    api = InstanceApi(instance, telemetry, served_model_name or instance.info.model_name, limits)
 
     routes = {
         "POST /v1/completions": api.completions,
@@ -73,8 +80,10 @@ def kv_header(choices: Sequence[Choice]) -> dict[str, str]:
 class InstanceApi:
     """The handlers. A request is parsed, turned into choices, submitted, and answered whole or as a stream."""
 
-    def __init__(self, instance: ServedInstance, telemetry: Telemetry, model_name: str) -> None:
-        self.frontend = Frontend(instance, telemetry)
+    def __init__(
+        self, instance: ServedInstance, telemetry: Telemetry, model_name: str, limits: QueueLimits = NO_LIMITS
+    ) -> None:
+        self.frontend = Frontend(instance, telemetry, limits)
         self._instance = instance
         self._telemetry = telemetry
         self._model_name = model_name

@@ -20,6 +20,7 @@ from pdkv.serve.openai import ApiError, Generation
 from pdkv.serve.params import TransferRequest, grant_to_params, named
 from pdkv.serve.peer_names import PeerNames
 from pdkv.serve.prompts import Prompts
+from pdkv.serve.queue_limits import NO_LIMITS, QueueGate, QueueLimits, Rejections
 
 _FAILED_CHECK_S = 2.0
 
@@ -61,8 +62,11 @@ class Choice:
     ended: bool = False
 
 
-class Arrivals(Protocol):
-    """Who is told of submissions (telemetry): before each, and again when the instance refused it."""
+class Arrivals(Rejections, Protocol):
+    """Who is told of submissions (telemetry): before each, and again when the instance refused it.
+
+    And of answers that a full queue turned away.
+    """
 
     def arrived(self, request_id: str, *, fetches: bool) -> None: ...
 
@@ -72,9 +76,10 @@ class Arrivals(Protocol):
 class Frontend:
     """Submits to one instance on behalf of the event loop that it is used from."""
 
-    def __init__(self, instance: ServedInstance, arrivals: Arrivals) -> None:
+    def __init__(self, instance: ServedInstance, arrivals: Arrivals, limits: QueueLimits = NO_LIMITS) -> None:
         self.instance = instance
         self.prompts = Prompts(instance)
+        self._gate = QueueGate(limits, arrivals)
         self._arrivals = arrivals
         self._names = PeerNames()
 
@@ -172,8 +177,14 @@ class Frontend:
         return generation.max_tokens
 
     def submit(self, choices: Sequence[Choice]) -> None:
-        """Submit the choices that need not wait for a sibling. After an error (raised) none of them is left running."""
+        """Submit the choices that need not wait for a sibling. After an error (raised) none of them is left running.
+
+        Raises `ApiError` 503 when a queue limit leaves no room for all of them.
+        """
         try:
+            self._gate.check(len(choices))
+            for choice in choices:
+                self._gate.enter(choice.request)
             for choice in choices:
                 if choice.after is None:
                     self._submit(choice)
@@ -201,6 +212,7 @@ class Frontend:
     def abandon(self, choices: Sequence[Choice]) -> None:
         """Nobody gets this answer: abort what still runs or has kept KV, give back grants of what was not submitted."""
         for choice in choices:
+            self._gate.leave(choice.request)
             keeps = choice.request.produce or choice.request.keep_turn
             if choice.submitted and (keeps or not choice.ended):
                 choice.ended = True
@@ -288,10 +300,13 @@ class Frontend:
                 self.instance.abort(choice.request.request_id, FinishReason.STOP)
             if not tokens:
                 return None
+        if tokens:
+            self._gate.first_token(choice.request)
         logprobs = () if update.logprobs is None or not tokens else (update.logprobs,)
         if finished is None:
             return Delta("".join(pieces), tuple(tokens), logprobs)
         choice.ended = True
+        self._gate.leave(choice.request)
         if finished.reason is FinishReason.ERROR:
             raise ApiError(500, finished.error or "the request failed inside the instance", code="request_failed")
         pieces.append(choice.text.finish())

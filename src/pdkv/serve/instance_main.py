@@ -41,6 +41,7 @@ def serve_instance(options: InstanceOptions, reporter: Reporter, sock: socket.so
     files = check(options)  # before torch is imported
     from pdkv.runtime.boot import start_instance
     from pdkv.serve.api import create_app
+    from pdkv.serve.queue_limits import QueueLimits
     from pdkv.serve.telemetry import Telemetry
 
     name = options.served_model_name or files.name
@@ -52,7 +53,8 @@ def serve_instance(options: InstanceOptions, reporter: Reporter, sock: socket.so
 
     instance = start_instance(options, on_events=telemetry.on_events, say=say)
     try:
-        app = create_app(instance, telemetry, served_model_name=name)
+        limits = QueueLimits(options.max_num_queued_reqs, options.max_num_queued_tokens)
+        app = create_app(instance, telemetry, served_model_name=name, limits=limits)
         facts = ready_facts(instance.info, url_of(sock))
         # What was loaded stays until the end: no garbage collection need walk it, in serving or on the way out.
         gc.collect()

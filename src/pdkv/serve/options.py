@@ -143,6 +143,8 @@ class InstanceOptions:
     num_gpu_blocks_override: int | None = None
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: str = "raw_sha256"
     watermark: float = 0.0
@@ -201,6 +203,11 @@ class InstanceOptions:
         _require(self.max_num_seqs >= 1, f"--max-num-seqs {self.max_num_seqs}: at least 1")
         budget = self.max_num_batched_tokens
         _require(budget >= 1, f"--max-num-batched-tokens {budget}: at least 1")
+        for option, most in (
+            ("--max-num-queued-reqs", self.max_num_queued_reqs),
+            ("--max-num-queued-tokens", self.max_num_queued_tokens),
+        ):
+            _require(most is None or most >= 0, f"{option} {most}: 0 (nobody is let in) or more, or left out: no limit")
         _one_of("--prefix-caching-hash-algo", self.prefix_caching_hash_algo, ("raw_sha256", *VLLM_ALGORITHMS))
         _require(0 <= self.watermark < 1, f"--watermark {self.watermark}: a fraction of the pool, 0 up to below 1")
         _one_of("--transport", self.transport, ("auto", "nixl", "shm"))

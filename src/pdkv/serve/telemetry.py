@@ -134,6 +134,9 @@ class Telemetry:
         self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
         self._num_preemptions = counter("vllm:num_preemptions", "Preemptions")
         self._success = counter("vllm:request_success", "Finished requests", "finished_reason")
+        self._rejections = counter("vllm:admission_rejections", "Answers refused by a queue limit", "reason")
+        for limit in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            self._rejections.labels(**self._labels, reason=limit)
         self._prefix_queries = counter("vllm:prefix_cache_queries", "Tokens looked up in the local prefix cache")
         self._prefix_hits = counter("vllm:prefix_cache_hits", "Tokens found in the local prefix cache")
         self._external_queries = counter("vllm:external_prefix_cache_queries", "Tokens asked of a prefill instance")
@@ -215,6 +218,10 @@ class Telemetry:
     def arrived(self, request_id: str, *, fetches: bool = False) -> None:
         """A request is about to be submitted; ``fetches``: with KV that a prefill instance holds."""
         self._lives[request_id] = _Life(time.monotonic_ns(), fetches)
+
+    def rejected(self, limit: str) -> None:
+        """A queue limit turned an answer away."""
+        self._rejections.labels(**self._labels, reason=limit).inc()
 
     def refused(self, request_id: str) -> None:
         """The instance would not take it."""

@@ -132,6 +132,10 @@ class RunningGrowth:
             hold.table.seat(store, row)
         if row >= len(self._idle_until):
             self._idle_until = np.concatenate((self._idle_until, np.zeros(row + 1, dtype=np.int64)))
+        self.look_again(row)
+
+    def look_again(self, row: int) -> None:
+        """What is expected of the row's tables holds no more."""
         self._idle_until[row] = 0
 
     def unseat(self, row: int) -> None:

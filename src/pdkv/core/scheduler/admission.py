@@ -11,6 +11,7 @@ from pdkv.core.blocks.holders import Hit
 from pdkv.core.blocks.kinds.base import resume_point
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
+from pdkv.core.scheduler.limits import Rows, StepRules
 from pdkv.core.scheduler.request import Request, Status
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.next_turn import Turn
@@ -24,6 +25,7 @@ class Verdict(enum.Enum):
     LOAD = enum.auto()  # blocks allocated; ``external_tokens`` are to come from the producer first
     SKIP = enum.auto()  # not this step; others behind it may be tried
     STOP = enum.auto()  # does not fit: nobody behind it is tried either (head-of-line blocking)
+    LATER = enum.auto()  # it might fit, but prompts wait for a later step: nobody behind it is tried in this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +38,6 @@ class Admission:
     external_tokens: int = 0
     padding: int = 0  # of ``tokens``, its last ones, drafts that stand for nothing: all rows have one shape
     share_used_up: bool = False  # skipped as what is kept for peers, and on its way to them, fills its share
-
-
-class Rows(enum.Enum):
-    """What the running requests have in this step so far."""
-
-    NONE = enum.auto()
-    DECODE = enum.auto()  # at least one, and none computes a part of its prompt
-    MIXED = enum.auto()
 
 
 def awaits(request: Request) -> bool:
@@ -67,12 +61,12 @@ class Admitter:
         running: Sequence[Request],
         holding: Iterable[Request],
         *,
-        alone: bool,
+        rules: StepRules,
         rows: Rows,
     ) -> Admission:
-        """Try ``request`` with ``budget`` tokens left in this step; ``alone``: there was no other when it began."""
+        """Try ``request`` with ``budget`` tokens left in this step."""
         if request.status is Status.LOADED:
-            return self._compute(request, budget, running, hit=None, alone=alone, rows=rows)
+            return self._compute(request, budget, running, hit=None, rules=rules, rows=rows)
         holding = tuple(holding)
         others = [other for other in (*running, *holding) if other is not request] if request.produces else []
         if request.produces and not self._may_produce(request, others):
@@ -106,7 +100,7 @@ class Admitter:
             hit = self._manager.lookup(request)
         request.shared_boundary = hit.boundary
         if external == 0:
-            return self._compute(request, budget, running, hit=hit, alone=alone, rows=rows)
+            return self._compute(request, budget, running, hit=hit, rules=rules, rows=rows)
         return self._load(request, hit, external, running, holding)
 
     def _external(self, request: Request, hit: Hit) -> tuple[Hit, int]:
@@ -156,11 +150,21 @@ class Admitter:
         return True
 
     def _compute(
-        self, request: Request, budget: int, running: Sequence[Request], *, hit: Hit | None, alone: bool, rows: Rows
+        self,
+        request: Request,
+        budget: int,
+        running: Sequence[Request],
+        *,
+        hit: Hit | None,
+        rules: StepRules,
+        rows: Rows,
     ) -> Admission:
         local = hit.tokens if hit else 0
         tokens = request.num_tokens - request.num_computed - local
-        tokens = cap_chunk(tokens, self._config, alone=alone)
+        if rules.decode_only and tokens > 1:
+            request.wait_cause = "prompts are computed in every n-th step only (prefill_schedule_interval)"
+            return Admission(Verdict.LATER)
+        tokens = rules.cap(tokens)
         outgrown = self._manager.outgrown(request)
         if outgrown:
             tokens = min(tokens, self._config.sizes.scheduler_tokens)
@@ -236,12 +240,6 @@ def reserve_lookahead(request: Request, tokens: int, config: EngineConfig, *, st
     return max(tokens - (lookahead - left), 0) if 0 < left < lookahead else tokens
 
 
-def cap_chunk(tokens: int, config: EngineConfig, *, alone: bool) -> int:
-    """``tokens`` cut to the long-prefill threshold, which does not bind a request that is alone."""
-    threshold = config.long_prefill_token_threshold
-    return tokens if threshold <= 0 or alone else min(tokens, threshold)
-
-
 def align_chunk(request: Request, tokens: int, config: EngineConfig, *, start: int) -> int:
     """``tokens`` from ``start`` on, cut so that the chunk ends where a state must be kept (aligned state groups).
 
@@ -259,7 +257,7 @@ def align_chunk(request: Request, tokens: int, config: EngineConfig, *, start: i
     end = start + tokens
     if end < prefill_end:
         threshold = config.long_prefill_token_threshold
-        most = min(config.max_num_batched_tokens, threshold) if threshold > 0 else config.max_num_batched_tokens
+        most = min(config.max_scheduled_tokens, threshold) if threshold > 0 else config.max_scheduled_tokens
         aligned = end // block * block
         if aligned > start or block <= most:
             end = aligned

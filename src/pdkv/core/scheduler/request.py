@@ -33,7 +33,7 @@ LEGAL: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.LOADING, Status.RUNNING, Status.FINISHED}),
     Status.LOADING: frozenset({Status.LOADED, Status.LOAD_FAILED, Status.FINISHED}),
     Status.LOAD_FAILED: frozenset({Status.WAITING, Status.FINISHED}),
-    Status.LOADED: frozenset({Status.RUNNING, Status.PREEMPTED, Status.FINISHED}),
+    Status.LOADED: frozenset({Status.RUNNING, Status.PREEMPTED, Status.LOAD_FAILED, Status.FINISHED}),
     Status.RUNNING: frozenset({Status.PREEMPTED, Status.FINISHED}),
     Status.PREEMPTED: frozenset({Status.RUNNING, Status.FINISHED}),
     Status.FINISHED: frozenset(),
@@ -69,6 +69,7 @@ class Request:
         self.shared_boundary = 0
         self.drafts = NO_DRAFTS
         self.prefilling = False  # its newest chunk ended before its last known token
+        self.skipped = False  # has been passed over since it last ran; kept up where prompts are paced
         self.num_preemptions = 0
         self.cached_tokens = 0
         self.hashes = HashChain()

@@ -74,6 +74,7 @@ class RunningSet(Sequence[Request]):
         self._requests: list[Request] = []
         self._vacant: list[int] = []
         self._stops: Multiset[int] = Multiset()  # in how many requests a token is a stop token
+        self._disowned = -1
 
     # -------------------------------------------------------------------------------------------------- as a sequence
 
@@ -123,6 +124,14 @@ class RunningSet(Sequence[Request]):
             if not self._stops[token]:
                 del self._stops[token]
         self._vacant.append(column)
+
+    def disown(self, request: Request) -> None:
+        """What outstanding plans compute for ``request``, which goes on running, counts for nothing."""
+        self._disowned -= 1
+        request.sequence = self._disowned  # as if another request stood in its column
+        self.sequence[request.column] = self._disowned
+        request.in_flight_tokens = request.placeholders = 0
+        self._manager.growth.look_again(request.column)
 
     def _grow(self) -> None:
         before = len(self.sequence)

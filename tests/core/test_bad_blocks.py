@@ -1,0 +1,162 @@
+"""Loads of which single blocks turn out bad (scenario S3 of spec scheduler 11), under both failure policies."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.core.helpers import arrived, assert_all_free, failed, finished_of, make_engine, new_request, source_for, step
+
+from pdkv.core.blocks.groups import FullGroup, WindowGroup
+from pdkv.core.config import STRICT, VLLM, TransferPolicy
+from pdkv.core.engine import Engine
+from pdkv.core.events import Event, FinishReason
+from pdkv.core.ports import Outputs, Plan
+from pdkv.errors import ConfigError
+
+RECOMPUTE = dataclasses.replace(VLLM, load_failure="recompute")
+
+
+def loading(policy: TransferPolicy, tokens: int = 165) -> tuple[Engine, Plan]:
+    """S3: 165 tokens in 11 blocks, on their way; a pool of 100 usable blocks."""
+    engine = make_engine(
+        num_blocks=101, block_size=16, max_model_len=512, max_num_batched_tokens=512, max_num_seqs=4, transfer=policy
+    )
+    plan, _ = step(engine, 0, [new_request("r", tokens, max_tokens=4, source=source_for(tokens, 16))])
+    assert engine.manager.pool.num_free == 89
+    return engine, plan
+
+
+def report(engine: Engine, *blocks: int, inbox: Any = ()) -> tuple[Plan, tuple[Event, ...]]:
+    """A step whose outputs say that ``blocks`` are bad."""
+    plan = engine.schedule(0, list(inbox))
+    outputs = Outputs(tokens=np.full(len(plan.batch), 5, dtype=np.int32), invalid_blocks=blocks)
+    events = engine.complete(plan.step_id, outputs, 0)
+    engine.check()
+    return plan, (*plan.events, *events)
+
+
+def test_fail_ends_the_request_at_once_and_keeps_its_blocks_until_the_slowest_rank_is_done() -> None:
+    engine, plan = loading(VLLM)
+    _, events = report(engine, 4)
+    finished = finished_of(events)["r"]
+    assert finished.reason is FinishReason.ERROR
+    assert finished.error is not None
+    assert "blocks did not arrive" in finished.error
+    assert engine.manager.pool.num_free == 89
+    step(engine, 0, [failed(plan.reads[0].handle)])
+    assert engine.manager.pool.num_free == 100
+    assert_all_free(engine)
+
+
+def test_recompute_keeps_what_lies_before_the_first_bad_block() -> None:
+    engine, plan = loading(RECOMPUTE)
+    report(engine, 9, 4)
+    assert engine.requests["r"].num_computed == 48
+    plan, _ = step(engine, 0, [arrived(plan)])
+    assert plan.batch.num_computed.tolist() == [48]
+    assert plan.batch.num_scheduled.tolist() == [117]
+    assert engine.manager.pool.num_free == 89, "its blocks are those of before"
+
+
+@pytest.mark.parametrize("policy", [RECOMPUTE, STRICT])
+def test_recompute_starts_afresh_when_the_load_fails_as_a_whole_in_the_end(policy: TransferPolicy) -> None:
+    engine, plan = loading(policy)
+    report(engine, 4)
+    plan, _ = step(engine, 0, [failed(plan.reads[0].handle)])
+    assert plan.batch.num_computed.tolist() == [0]
+    assert plan.batch.num_scheduled.tolist() == [165]
+
+
+def test_a_load_whose_first_block_is_bad_is_good_for_nothing() -> None:
+    engine, plan = loading(RECOMPUTE)
+    report(engine, 1)
+    assert engine.requests["r"].num_computed == 0
+    plan, _ = step(engine, 0, [arrived(plan)])
+    assert plan.batch.num_computed.tolist() == [0]
+
+
+def test_blocks_of_nobody_hurt_nobody() -> None:
+    engine, plan = loading(VLLM)
+    report(engine, 60)
+    plan, _ = step(engine, 0, [arrived(plan)])
+    assert plan.batch.num_computed.tolist() == [164]
+
+
+def running(policy: TransferPolicy, **more: Any) -> Engine:
+    """Two requests with a prefix of two blocks in common, both decoding."""
+    engine = make_engine(num_blocks=41, transfer=policy, max_num_batched_tokens=64, **more)
+    shared = np.arange(8, dtype=np.int32)
+    step(engine, 0, [new_request("a", np.append(shared, [20, 21]).astype(np.int32), max_tokens=30)])
+    step(engine, 0, [new_request("b", np.append(shared, [30, 31]).astype(np.int32), max_tokens=30)])
+    assert engine.manager.blocks_of("a")[:2].tolist() == engine.manager.blocks_of("b")[:2].tolist()
+    step(engine)
+    return engine
+
+
+@pytest.mark.parametrize(("policy", "hashed"), [(VLLM, 2), (dataclasses.replace(STRICT, load_failure="fail"), 1)])
+def test_fail_ends_running_requests_and_their_bad_blocks_are_hit_no_more(policy: TransferPolicy, hashed: int) -> None:
+    """vLLM leaves what b computed behind a's bad block in the cache, where it is found once a good block comes."""
+    engine = running(policy)
+    second = int(engine.manager.blocks_of("a")[1])
+    _, events = report(engine, second)
+    assert {key: one.reason for key, one in finished_of(events).items()} == dict.fromkeys("ab", FinishReason.ERROR)
+    assert engine.manager.pool.ledger.num_hashed == hashed
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("policy", [RECOMPUTE, STRICT])
+def test_recompute_computes_a_shared_bad_block_once_and_drops_what_was_sampled_on_it(policy: TransferPolicy) -> None:
+    engine = running(policy)
+    outputs = {key: request.num_outputs for key, request in engine.requests.items()}
+    report(engine, int(engine.manager.blocks_of("a")[1]))
+    assert {key: request.num_outputs for key, request in engine.requests.items()} == outputs
+    plan, _ = step(engine)
+    known = {key: request.num_tokens - 1 for key, request in engine.requests.items()}
+    assert all(request.num_outputs == outputs[key] + 1 for key, request in engine.requests.items())
+    rows = {
+        key: (start, start + count)
+        for key, start, count in zip(
+            plan.batch.request_ids, plan.batch.num_computed.tolist(), plan.batch.num_scheduled.tolist(), strict=True
+        )
+    }
+    again = 4 if policy is STRICT else known["b"] - 1  # strict: b does not go on before its prefix is good again
+    assert rows == {"a": (4, known["a"]), "b": (again, known["b"])}
+    assert len(engine.manager.lookup(engine.requests["a"]).blocks[0]) == 3, "computed again, it can be hit"
+
+
+def test_strict_forgets_what_a_running_request_is_to_compute_again() -> None:
+    for policy, left in ((RECOMPUTE, 3), (STRICT, 1)):
+        engine = running(policy)
+        report(engine, int(engine.manager.blocks_of("a")[1]))
+        hit = engine.manager.lookup(engine.requests["a"])
+        assert len(hit.blocks[0]) == left
+
+
+def test_a_plan_under_way_on_bad_blocks_counts_for_nothing() -> None:
+    engine = make_engine(num_blocks=41, transfer=STRICT, max_outstanding_plans=2)
+    first = engine.schedule(0, [new_request("a", 10, max_tokens=30)])
+    second = engine.schedule(0)
+    assert second.batch.pending.tolist() == [True]
+    engine.complete(first.step_id, Outputs(tokens=np.asarray([5], dtype=np.int32)), 0)
+    third = engine.schedule(0)
+    bad = int(engine.manager.blocks_of("a")[1])
+    engine.complete(second.step_id, Outputs(tokens=np.asarray([6], dtype=np.int32), invalid_blocks=(bad,)), 0)
+    engine.check()
+    assert engine.requests["a"].num_outputs == 1
+    fourth = engine.schedule(0)
+    assert (fourth.batch.num_computed.tolist(), fourth.batch.num_scheduled.tolist()) == ([4], [7])
+    engine.complete(third.step_id, Outputs(tokens=np.asarray([7], dtype=np.int32)), 0)
+    engine.check()
+    assert engine.requests["a"].num_outputs == 1, "what the plan after it sampled counts for nothing either"
+    engine.complete(fourth.step_id, Outputs(tokens=np.asarray([8], dtype=np.int32)), 0)
+    engine.check()
+    assert engine.requests["a"].tokens[-2:].tolist() == [5, 8]
+
+
+def test_models_of_several_groups_are_refused() -> None:
+    engine = make_engine(groups=(FullGroup(block_size=4), WindowGroup(block_size=4, window=8)))
+    with pytest.raises(ConfigError, match=r"2 KV groups.*ReadEnded"):
+        report(engine, 3)
