@@ -60,6 +60,23 @@ def make_grant(
     return RemoteSource(peer=peer, request_id="r", grant=proved)
 
 
+def make_write_grant(
+    identity: Identity, slot_words: Any, blocks: tuple[int, ...], *, block_size: int, grant_id: int = 9, slot: int = 5
+) -> WriteGrant:
+    """What an engine does to have its ``blocks`` written: name the grant in a slot (a row of ``slot_words``)."""
+    slot_words[slot] = (identity.nonce, grant_id)
+    return WriteGrant(
+        nonce=identity.nonce,
+        grant_id=grant_id,
+        slot=slot,
+        block_ids=blocks,
+        block_size=block_size,
+        num_tokens=16 * len(blocks),
+        first_token=0,
+        prompt_digest=bytes(16),
+    )
+
+
 def _pool(device: str, geometry: Geometry) -> tuple[SharedMemory | DeviceMemory, Any]:
     shape = geometry.ranks * geometry.num_blocks, geometry.bytes_per_block
     if device == "cpu":
@@ -158,18 +175,9 @@ class Half:
         return self.handles
 
     def write_grant(self, blocks: tuple[int, ...], *, grant_id: int = 9, slot: int = 5) -> WriteGrant:
-        """What the engine does to have its blocks written: name the grant in a slot."""
-        self.slot_words[slot] = (self.identity.nonce, grant_id)
-        return WriteGrant(
-            nonce=self.identity.nonce,
-            grant_id=grant_id,
-            slot=slot,
-            block_ids=blocks,
-            block_size=self.geometry.block_size,
-            num_tokens=16 * len(blocks),
-            first_token=0,
-            prompt_digest=bytes(16),
-        )
+        """Of our ``blocks``, named in a slot."""
+        size = self.geometry.block_size
+        return make_write_grant(self.identity, self.slot_words, blocks, block_size=size, grant_id=grant_id, slot=slot)
 
     def post_write(self, to: Half, grant: WriteGrant, local: tuple[int, ...]) -> int:
         """Submit the write of our ``local`` blocks into the blocks of ``to``'s grant; its handle."""

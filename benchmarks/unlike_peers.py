@@ -41,7 +41,7 @@ def measure(transport: str, theirs: Geometry, ours: Geometry, rounds: int) -> di
     """Seconds of the fastest READ, its rate, and the copies it is made of."""
     count = _TOKENS // min(theirs.block_size, ours.block_size)
     units = np.random.default_rng(1).permutation(count).astype(np.int32)
-    segments = [len(part) for part in Mapping(theirs, ours).slices(units, units[::-1])]
+    slices = list(Mapping(theirs, ours).slices(units, units[::-1]))
     producer = Half("producer", transport=transport, geometry=theirs).start()
     consumer = Half("consumer", transport=transport, geometry=ours).start()
     try:
@@ -58,8 +58,8 @@ def measure(transport: str, theirs: Geometry, ours: Geometry, rounds: int) -> di
     return {
         "ms": round(seconds * 1e3, 2),
         "GB/s": round(ended[0].moved_bytes / seconds / 1e9, 2),
-        "slices": len(segments),
-        "segments": sum(segments),
+        "slices": len(slices),
+        "copies": sum(part.copies for part in slices),
     }
 
 

@@ -15,9 +15,11 @@ import pytest
 from benchmarks.plain_pool import plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.runtime.kv_model import laid_out, meant
+from tests.runtime.kv_model import Bytes, laid_out, meant
 
 from pdkv.runtime.geometry import Geometry, unlike
+from pdkv.runtime.transports.base import Slice, check_ends
+from pdkv.runtime.transports.bounce import copy_cells
 from pdkv.runtime.transports.segments import Mapping
 
 
@@ -71,17 +73,36 @@ def pairs(draw: st.DrawFn) -> Pair:
     return Pair(source, target, units)
 
 
+def moved_through_images(part: Slice, peer: Bytes, own: Bytes, *, outward: bool) -> None:
+    """Do what ``part`` says in few pieces of the peer's, packed one behind the other, and copies within that."""
+    assert part.images is not None
+    assert part.grid is not None
+    images, grid = part.images, part.grid
+    places = [slice(at, at + images.size) for at in images.pieces.tolist()]
+    packed = np.concatenate([peer[place] for place in places])
+    starts = np.column_stack((images.places, part.segments[:, 1]))
+    ways = (packed, own), (grid.image, grid.own)
+    size = int(part.segments[0, 2])
+    if outward:
+        starts, ways = starts[:, ::-1], (ways[0][::-1], ways[1][::-1])
+    copy_cells(*ways[0], starts, ways[1], grid, size)
+    if outward:
+        for i, place in enumerate(places):
+            peer[place] = packed[i * images.size : (i + 1) * images.size]
+
+
 @settings(deadline=None, max_examples=300)
-@given(pairs(), st.integers(1, 200), st.integers(1, 40), st.integers(0, 2**32 - 1))
+@given(pairs(), st.integers(1, 400), st.integers(1, 80), st.booleans(), st.integers(0, 2**32 - 1))
 def test_every_wanted_byte_arrives_where_it_belongs_and_nothing_else(
-    pair: Pair, slice_bytes: int, max_segments: int, seed: int
+    pair: Pair, slice_bytes: int, max_segments: int, outward: bool, seed: int
 ) -> None:
+    """Copy by copy, and through images of the peer's side; whether the peer is the source, or (outward) the target."""
     source, target = pair.source, pair.target
     assert unlike(source, target) is None
     rng = np.random.default_rng(seed)
     kv, wanted = meant(source, rng), meant(target, rng)
     memory, result = laid_out(kv, source), laid_out(wanted, target)
-    mapping = Mapping(source, target)
+    mapping = Mapping(target, source, writes=True) if outward else Mapping(source, target)
     size = mapping.unit_tokens
     assert size == min(source.block_size, target.block_size)
     for at, to in pair.units:
@@ -91,38 +112,63 @@ def test_every_wanted_byte_arrives_where_it_belongs_and_nothing_else(
         moved = kv[block, :, :, part * size : (part + 1) * size]
         wanted[own_block, :, :, own_part * size : (own_part + 1) * size] = moved
 
+    other = result.copy()
     written = np.zeros(target.nbytes, dtype=np.int64)
     units = np.asarray(pair.units, dtype=np.int32).reshape(-1, 2)
-    for part in mapping.slices(units[:, 0], units[:, 1], slice_bytes, max_segments):
-        assert 0 < len(part) <= max_segments
-        assert 0 < part[:, 2].sum() <= slice_bytes
-        for at, to, nbytes in part.tolist():
+    # A token of a plane, of all ranks, is the least that a slice can hold between unlike pools.
+    least = max(source.ranks * source.rank_heads, target.ranks * target.rank_heads)
+    slice_bytes, max_segments = max(slice_bytes, least * source.head_bytes), max(max_segments, least)
+    remote, local = (1, 0) if outward else (0, 1)
+    for part in mapping.slices(units[:, remote], units[:, local], slice_bytes, max_segments):
+        copies = part.expanded()
+        assert 0 < len(copies) == part.copies <= max_segments
+        assert 0 < copies[:, 2].sum() == part.nbytes <= slice_bytes
+        check_ends("p", part, (target if outward else source).nbytes, (source if outward else target).nbytes)
+        for at, to, nbytes in copies[:, [remote, local, 2]].tolist():
             assert nbytes > 0
             assert at // source.rank_bytes == (at + nbytes - 1) // source.rank_bytes
             assert to // target.rank_bytes == (to + nbytes - 1) // target.rank_bytes
             result[to : to + nbytes] = memory[at : at + nbytes]
             written[to : to + nbytes] += 1
+        if part.images is None:
+            other = result.copy()
+        else:
+            assert part.images.nbytes <= part.nbytes
+            assert len(part.images.pieces) <= part.copies
+            ways = (other, memory) if outward else (memory, other)
+            moved_through_images(part, *ways, outward=outward)
     assert np.array_equal(result, laid_out(wanted, target))
+    assert np.array_equal(other, result)
     assert written.max(initial=0) <= 1
     assert written.sum() == len(pair.units) * target.ranks * target.bytes_per_block * size // target.block_size
+
+
+def test_a_whole_block_of_the_peers_is_one_piece_where_its_parts_are_wanted_one_after_the_other() -> None:
+    """And a lone part is one a plane."""
+    peer, own = (msgspec.structs.replace(LATENT, block_size=size, num_blocks=24 // size) for size in (8, 4))
+    together, lone = Mapping(peer, own).slices(ids([5, 2, 3, 0]), ids([0, 1, 2, 3]))
+    assert together.images is not None
+    assert (together.images.pieces.tolist(), together.images.size) == ([96], 96)
+    assert lone.images is not None
+    assert (lone.images.pieces.tolist(), lone.images.size) == ([2 * 96 + 24, 2 * 96 + 72, 0, 48], 24)
 
 
 def test_neighbours_become_one_segment() -> None:
     pool = plain(16, 10)
     (part,) = Mapping(pool, pool).slices(ids([3, 4, 5, 9]), ids([0, 1, 2, 3]))
-    assert part.tolist() == [[30, 0, 30], [90, 30, 10]]
+    assert part.segments.tolist() == [[30, 0, 30], [90, 30, 10]]
 
 
 def test_neighbours_on_one_side_only_stay_apart() -> None:
     pool = plain(16, 10)
     (part,) = Mapping(pool, pool).slices(ids([3, 4]), ids([7, 2]))
-    assert part.tolist() == [[30, 70, 10], [40, 20, 10]]
+    assert part.segments.tolist() == [[30, 70, 10], [40, 20, 10]]
 
 
 def test_slices_of_whole_blocks_are_full_but_for_the_last() -> None:
     pool = plain(16, 10)
     slices = Mapping(pool, pool).slices(ids([0, 1, 2, 9, 4]), ids([5, 6, 7, 8, 9]), slice_bytes=16)
-    assert [int(part[:, 2].sum()) for part in slices] == [16, 16, 16, 2]
+    assert [part.nbytes for part in slices] == [16, 16, 16, 2]
 
 
 @settings(deadline=None)
@@ -131,9 +177,9 @@ def test_slices_of_whole_blocks_are_in_order_and_full(blocks: list[tuple[int, in
     pool = plain(21, size)
     units = (ids([pair[side] for pair in blocks]) for side in (0, 1))
     slices = list(Mapping(pool, pool).slices(*units, slice_bytes=limit))
-    moved = [(a + i, b + i) for part in slices for a, b, n in part.tolist() for i in range(n)]
+    moved = [(a + i, b + i) for part in slices for a, b, n in part.segments.tolist() for i in range(n)]
     assert moved == [(a * size + i, b * size + i) for a, b in blocks for i in range(size)]
-    sizes = [int(part[:, 2].sum()) for part in slices]
+    sizes = [part.nbytes for part in slices]
     assert all(moved_bytes == limit for moved_bytes in sizes[:-1])
     assert all(0 < moved_bytes <= limit for moved_bytes in sizes)
 
@@ -150,9 +196,9 @@ def test_an_mla_latent_is_read_once_for_each_rank_and_from_one_source() -> None:
     """It is on every rank: two ranks read it from one, four ranks' worth of it is read for two."""
     two, four = (msgspec.structs.replace(LATENT, ranks=ranks) for ranks in (2, 4))
     (part,) = Mapping(LATENT, two).slices(ids([1]), ids([2]))
-    assert part.tolist() == [[48, 2 * 48, 48], [48, (3 + 2) * 48, 48]]
+    assert part.expanded().tolist() == [[48, 2 * 48, 48], [48, (3 + 2) * 48, 48]]
     (part,) = Mapping(four, two).slices(ids([1]), ids([2]))
-    assert part.tolist() == [[48, 2 * 48, 48], [(3 + 1) * 48, (3 + 2) * 48, 48]]
+    assert part.expanded().tolist() == [[48, 2 * 48, 48], [(3 + 1) * 48, (3 + 2) * 48, 48]]
 
 
 @pytest.mark.parametrize(

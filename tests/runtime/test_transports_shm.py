@@ -14,7 +14,7 @@ from benchmarks.plain_pool import plain
 
 from pdkv.errors import DoesNotFit
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import Copy, LocalMemory, TransportError
+from pdkv.runtime.transports.base import Copy, LocalMemory, Slice, TransportError
 from pdkv.runtime.transports.shm import ShmTransport, shm_offer
 from pdkv.runtime.wire import PeerMemory
 
@@ -43,7 +43,7 @@ def offered(memory: LocalMemory, **changes: object) -> PeerMemory:
 
 
 def posted(transport: ShmTransport, *segments: tuple[int, int, int]) -> Copy:
-    (copy,) = transport.prepare("p", [np.array(segments, dtype=np.int64)])
+    (copy,) = transport.prepare("p", [Slice(np.array(segments, dtype=np.int64))])
     transport.post(copy)
     return copy
 

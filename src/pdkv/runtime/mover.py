@@ -172,7 +172,7 @@ class Mover:
         except TransportError as error:
             self._peers[message.peer] = _Peer(None, error=str(error))
         else:
-            inward, outward = Mapping(theirs, ours), Mapping(ours, theirs)
+            inward, outward = Mapping(theirs, ours), Mapping(theirs, ours, writes=True)
             self._peers[message.peer] = _Peer(inward, outward, message.memory.num_slots)
 
     def _begin(self, post: Post) -> None:
@@ -200,19 +200,18 @@ class Mover:
         local = np.frombuffer(post.local_blocks, dtype="<i4")
         if len(remote) != len(local):
             raise TransportError(f"{len(remote)} remote and {len(local)} local blocks")
-        _check_units("remote", remote, "peer", peer.inward.source_units)
-        _check_units("local", local, "pool", peer.inward.target_units)
+        _check_units("remote", remote, "peer", peer.inward.peer_units)
+        _check_units("local", local, "pool", peer.inward.own_units)
         if not 0 <= post.slot < peer.num_slots:
             raise TransportError(f"slot {post.slot} outside the peer's {peer.num_slots} slots")
-        if post.grant is None:
-            return peer.inward.slices(remote, local)
-        return (part[:, [1, 0, 2]] for part in peer.outward.slices(local, remote))
+        mapping = peer.inward if post.grant is None else peer.outward
+        return mapping.slices(remote, local)
 
     def _prepare(self, move: _Move) -> None:
         """Have the next slices ready; none is added when there are no more."""
         parts = list(islice(move.slices, _PREPARED_AHEAD))
         if parts:
-            sizes = (int(part[:, 2].sum()) for part in parts)
+            sizes = (part.nbytes for part in parts)
             move.prepared.extend(zip(self._transport.prepare(move.peer, parts, move.permit), sizes, strict=True))
 
     def _advance_all(self) -> bool:

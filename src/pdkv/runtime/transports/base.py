@@ -15,6 +15,8 @@ from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.wire import NixlOffer, PeerMemory
 
 SLICE_BYTES = 16 << 20
+Int64Array = npt.NDArray[np.int64]
+
 SLOT_BYTES = 16  # little-endian uint64 nonce, uint64 lease id
 
 
@@ -25,8 +27,67 @@ class TransportError(Exception):
     """
 
 
-#: int64[n, 3]: segments as (offset in the peer's pool, offset in ours, bytes), each contiguous on both sides.
-Slice = npt.NDArray[np.int64]
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How a segment is repeated: once for every plane (a layer's K, V or latent) and token.
+
+    ``peer``, ``own`` and ``image`` are the bytes from one plane, and from one token, to the next: in the peer's pool,
+    in ours, and in an image (`Images`).
+    """
+
+    planes: int
+    tokens: int
+    peer: tuple[int, int]
+    own: tuple[int, int]
+    image: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Images:
+    """All that a slice concerns of the peer's pool, packed: ``pieces`` (int64[m], offsets there) of ``size`` bytes, one
+    behind the other. ``places``, int64[n], are where the slice's segments begin in it.
+    """
+
+    pieces: Int64Array
+    size: int
+    places: Int64Array
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pieces."""
+        return len(self.pieces) * self.size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """What to copy at a time: ``segments``, int64[n, 3], as (offset in the peer's pool, offset in ours, bytes).
+
+    With a ``grid`` each of them stands for many copies of so many bytes; then ``images`` say how to move the same
+    without telling heads apart. Without one each is contiguous on both sides.
+    """
+
+    segments: Int64Array
+    grid: Grid | None = None
+    images: Images | None = None
+
+    @property
+    def copies(self) -> int:
+        """How many there are of them."""
+        return len(self.segments) * (1 if self.grid is None else self.grid.planes * self.grid.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all copies."""
+        return int(self.segments[:, 2].sum()) * self.copies // len(self.segments)
+
+    def expanded(self) -> Int64Array:
+        """int64[m, 3]: every copy as a segment."""
+        grid = self.grid
+        if grid is None:
+            return self.segments
+        cells = np.stack(np.divmod(np.arange(grid.planes * grid.tokens), grid.tokens), axis=1)
+        starts = (self.segments[:, None, :2] + cells @ np.array([grid.peer, grid.own]).T).reshape(-1, 2)
+        return np.column_stack((starts, np.full(len(starts), self.segments[0, 2])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +163,11 @@ class Transport(Protocol):
         """Let go of everything; nothing lands after it. Raises `RuntimeError` when that cannot be promised."""
 
 
-def check_ends(peer: str, segments: Slice, remote_bytes: int, local_bytes: int) -> None:
-    """Raise `TransportError` for segments that reach outside either pool."""
-    ends = (segments[:, :2] + segments[:, 2:]).max(axis=0).tolist()
-    if ends[0] > remote_bytes or ends[1] > local_bytes:
+def check_ends(peer: str, part: Slice, peer_bytes: int, own_bytes: int) -> None:
+    """Raise `TransportError` for a slice that reaches outside either pool."""
+    ends = (part.segments[:, :2] + part.segments[:, 2:]).max(axis=0)
+    grid = part.grid
+    if grid is not None:
+        ends = ends + np.array([grid.peer, grid.own]) @ [grid.planes - 1, grid.tokens - 1]
+    if ends[0] > peer_bytes or ends[1] > own_bytes:
         raise TransportError(f"peer {peer}: a segment reaches outside the pool")

@@ -18,21 +18,30 @@ GPU's memory for every kernel launched afterwards, which is when the engine firs
 
 from __future__ import annotations
 
-import gc
 import logging
 import mmap
 import os
 import time
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Permit, Slice, TransportError, check_ends
-from pdkv.runtime.transports.nixl_api import Descriptors, descriptors, import_nixl, text
+from pdkv.runtime.transports.base import (
+    SLOT_BYTES,
+    Copy,
+    Int64Array,
+    LocalMemory,
+    Permit,
+    Slice,
+    TransportError,
+    check_ends,
+)
+from pdkv.runtime.transports.bounce import BounceBuffers
+from pdkv.runtime.transports.nixl_agent import NixlAgent
+from pdkv.runtime.transports.nixl_api import NO_DESCRIPTORS, Descriptors, descriptors
 from pdkv.runtime.wire import MemoryKind, NixlOffer, PeerMemory
 
 log = logging.getLogger("pdkv.mover")
@@ -54,7 +63,11 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One request. ``handle`` is NIXL's, of the agent of now; None once it is over, or when that agent has gone."""
+    """One request. ``handle`` is NIXL's, of the agent of now; None once it is over, or when that agent has gone.
+
+    A ``part`` between unlike pools gets its descriptors when it is posted: those of a buffer at ``bounce``, or, where
+    that is None, of all its copies.
+    """
 
     peer: str
     local: Descriptors
@@ -62,18 +75,12 @@ class _Flight:
     operation: str = "READ"
     local_kind: MemoryKind = "DRAM"
     remote_kind: MemoryKind = "DRAM"
+    part: Slice | None = None
+    bounce: int | None = None
     cell: int | None = None
     handle: Any = None
     over: bool = False
     error: str | None = None
-
-
-@dataclass(slots=True)
-class _Agent:
-    """One life of a NIXL agent and the remote agents it has loaded, with the peers that use each."""
-
-    api: Any
-    loaded: dict[str, set[str]] = field(default_factory=dict)
 
 
 class NixlTransport:
@@ -86,24 +93,21 @@ class NixlTransport:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         os.environ.setdefault("UCX_LOG_LEVEL", "error")  # a fence drops requests on purpose: no warnings about it
-        self._api = import_nixl()
         self._memory = memory
-        self._agent_name = agent_name
-        self._renewals = 0
         # Slots are read into memory that no peer can read and no kernel uses.
         self._scratch = SharedMemory(_SCRATCH_SLOTS * SLOT_BYTES, "pdkv-scratch")
         self._scratch_words = self._scratch.array(_WORD, (_SCRATCH_SLOTS, 2))
         self._cells = list(range(_SCRATCH_SLOTS))
+        self._bounce = BounceBuffers()
         self._peers: dict[str, _Peer] = {}
         self._prepared: list[_Flight] = []  # not posted yet
         self._flights: list[_Flight] = []  # posted, not over
-        self._doomed: list[weakref.ref[Any]] = []  # agents that were dropped and must be gone
-        self._agent = self._make_agent()
+        self._agent = NixlAgent(agent_name, memory, (self._scratch, self._bounce.memory))
 
     @property
     def offer(self) -> NixlOffer:
         """The agent of now; changes when a failure made a new one necessary."""
-        return self._offer
+        return self._agent.offer
 
     # ------------------------------------------------------------------------------------------------------- peers
 
@@ -116,35 +120,15 @@ class NixlTransport:
             raise TransportError(f"{peer}: agent metadata of {len(offer.metadata)} bytes")
         self._peers[peer] = _Peer(offer, memory.geometry.nbytes, memory.num_slots)
         try:
-            self._load(peer)
+            self._agent.load(peer, offer)
         except TransportError:
             del self._peers[peer]
             raise
 
-    def _load(self, peer: str) -> None:
-        offer = self._peers[peer].offer
-        users = self._agent.loaded.get(offer.agent)
-        if users is None:
-            try:
-                name = self._agent.api.add_remote_agent(offer.metadata)
-            except Exception as error:  # NIXL's exceptions share no base class of their own
-                raise TransportError(f"{peer}: NIXL does not take its agent ({error})") from error
-            if text(name) != offer.agent:
-                raise TransportError(f"{peer}: its metadata is that of agent {text(name)!r}, not {offer.agent!r}")
-            users = self._agent.loaded[offer.agent] = set()
-        users.add(peer)
-
     def forget(self, peer: str) -> None:
         known = self._peers.pop(peer, None)
-        if known is None:
-            return
-        users = self._agent.loaded.get(known.offer.agent, set())
-        users.discard(peer)
-        if not users and self._agent.loaded.pop(known.offer.agent, None) is not None:
-            try:
-                self._agent.api.remove_remote_agent(known.offer.agent)
-            except Exception as error:
-                log.warning("%s: NIXL did not let go of its agent: %s", peer, str(error))
+        if known is not None:
+            self._agent.unload(peer, known.offer)
 
     def check_peer(self, peer: str) -> None:
         known = self._peers.get(peer)
@@ -159,24 +143,51 @@ class NixlTransport:
         self.check_peer(peer)
         operation = "READ" if permit is None else "WRITE"
         source, pool = self._peers[peer], self._memory.pool
-        segments = np.concatenate(parts)
-        check_ends(peer, segments, source.pool_bytes, pool.nbytes)
-        offer = source.offer
-        local = descriptors(segments[:, 1] + pool.address, segments[:, 2], pool.device)
-        remote = descriptors(segments[:, 0] + offer.pool_address, segments[:, 2], offer.pool_device)
+        for part in parts:
+            check_ends(peer, part, source.pool_bytes, pool.nbytes)
+        if any(part.grid is not None for part in parts):
+            flights = [_Flight(peer, NO_DESCRIPTORS, NO_DESCRIPTORS, operation, part=part) for part in parts]
+            self._prepared += flights
+            return list(flights)
+        local, remote = self._direct(peer, np.concatenate([part.segments for part in parts]))
         copies: list[Copy] = []
         at = 0
         try:
             for part in parts:
-                rows = slice(at, at + len(part))
-                at += len(part)
-                flight = _Flight(peer, local[rows], remote[rows], operation, pool.kind, offer.pool_kind)
+                rows = slice(at, at + len(part.segments))
+                at += len(part.segments)
+                flight = _Flight(peer, local[rows], remote[rows], operation, pool.kind, source.offer.pool_kind)
                 copies.append(self._make_ready(flight))
         except TransportError:
             for copy in copies:
                 self.discard(copy)
             raise
         return copies
+
+    def _direct(self, peer: str, segments: Int64Array) -> tuple[Descriptors, Descriptors]:
+        """(ours, the peer's) of ``segments``, int64[n, 3] as those of a slice."""
+        pool, offer = self._memory.pool, self._peers[peer].offer
+        return (
+            descriptors(segments[:, 1] + pool.address, segments[:, 2], pool.device),
+            descriptors(segments[:, 0] + offer.pool_address, segments[:, 2], offer.pool_device),
+        )
+
+    def _lay_out(self, flight: _Flight, part: Slice) -> None:
+        """Decide how ``part`` is moved: regrouped by the CPU where that is quicker and there is a buffer for it."""
+        pool, offer, images = self._memory.pool, self._peers[flight.peer].offer, part.images
+        flight.remote_kind = offer.pool_kind
+        flight.bounce = self._bounce.take(part) if isinstance(pool, SharedMemory) else None
+        if flight.bounce is None:
+            flight.local_kind = pool.kind
+            flight.local, flight.remote = self._direct(flight.peer, part.expanded())
+            return
+        assert images is not None
+        assert isinstance(pool, SharedMemory)
+        if flight.operation == "WRITE":
+            self._bounce.gather(flight.bounce, part, pool)
+        first = self._bounce.memory.address + flight.bounce
+        flight.local = descriptors(first + np.arange(len(images.pieces)) * images.size, images.size)
+        flight.remote = descriptors(images.pieces + offer.pool_address, images.size, offer.pool_device)
 
     def prepare_slot(self, peer: str, slot: int) -> Copy:
         self.check_peer(peer)
@@ -198,6 +209,8 @@ class NixlTransport:
         if failed is not None:
             self._over(copy, failed)
         else:
+            if copy.part is not None:
+                self._lay_out(copy, copy.part)
             self._submit(copy)
         if copy.error is not None:  # nothing of it can arrive any more
             raise TransportError(copy.error)
@@ -232,6 +245,7 @@ class NixlTransport:
         self._drop_agent()
         del self._scratch_words
         self._scratch.close()
+        self._bounce.close()
 
     def _make_ready(self, flight: _Flight) -> _Flight:
         try:
@@ -272,6 +286,10 @@ class NixlTransport:
     def _took(self, flight: _Flight, status: str) -> None:
         if status == "DONE":
             self._release(flight)
+            if flight.bounce is not None and flight.operation == "READ":
+                assert flight.part is not None
+                assert isinstance(self._memory.pool, SharedMemory)
+                self._bounce.scatter(flight.bounce, flight.part, self._memory.pool)
             self._over(flight, None)
         elif status != "PROC":
             self._fence(flight, f"{flight.peer}: the {flight.operation.lower()} failed: {status}")
@@ -280,6 +298,9 @@ class NixlTransport:
         flight.over, flight.error, flight.handle = True, error, None
         if flight in self._flights:
             self._flights.remove(flight)
+        if flight.bounce is not None:
+            self._bounce.give_back(flight.bounce)
+            flight.bounce = None
         if error is not None:
             self._free_cell(flight)
 
@@ -298,15 +319,14 @@ class NixlTransport:
         self._drop_agent()
         self._over(flight, error)
         self._flights.clear()
-        self._renewals += 1
         try:
-            self._agent = self._make_agent()
+            self._agent.renew()
         except TransportError as failure:
             raise RuntimeError(str(failure)) from failure  # this mover ends: that is a fence as well
         for peer, known in self._peers.items():
             if known.failed is None:
                 try:
-                    self._load(peer)
+                    self._agent.load(peer, known.offer)
                 except TransportError as failure:
                     known.failed = str(failure)
         for other in others:
@@ -334,43 +354,11 @@ class NixlTransport:
                     self._peers[other.peer].failed = f"{other.peer}: the read failed: {status}"
             time.sleep(_DRAIN_POLL_S)
 
-    def _make_agent(self) -> _Agent:
-        name = f"{self._agent_name}-{self._renewals}"
-        pool, slots = self._memory.pool, self._memory.slots
-        try:
-            config = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-            api = self._api.nixl_agent(name, config)
-            # Pool and slots are what peers may read; the scratch is registered because NIXL writes to it.
-            api.register_memory([(pool.address, pool.nbytes, pool.device, "")], pool.kind)
-            api.register_memory([(m.address, m.nbytes, m.device, "") for m in (slots, self._scratch)], "DRAM")
-            metadata = api.get_agent_metadata()
-        except Exception as error:
-            raise TransportError(f"NIXL cannot make its UCX agent for {pool.kind} memory ({error})") from error
-        self._offer = NixlOffer(
-            agent=name,
-            metadata=metadata,
-            pool_kind=pool.kind,
-            pool_device=pool.device,
-            pool_address=pool.address,
-            slots_address=slots.address,
-        )
-        return _Agent(api)
-
     def _drop_agent(self) -> None:
-        """Destroy the agent: UCX's workers go, and with them everything under way.
-
-        Raises `RuntimeError` when it, or one before it, lives on: then nothing is promised.
-        """
-        if self._agent.api is not None:
-            self._doomed.append(weakref.ref(self._agent.api.agent))
+        """End everything under way for certain. Raises `RuntimeError` when that cannot be promised."""
         for flight in (*self._flights, *self._prepared):
             self._release(flight)
-        self._agent.loaded.clear()
-        self._agent.api = None  # the last reference
-        if self._any_alive():
-            gc.collect()  # unless it is part of a cycle
-            if self._any_alive():
-                raise RuntimeError("NIXL's agent lives on, something still refers to it: its reads may go on")
+        self._agent.drop()
 
     def _release(self, flight: _Flight) -> None:
         handle, flight.handle = flight.handle, None
@@ -381,7 +369,3 @@ class NixlTransport:
         except Exception as error:
             handle._released = True  # still active: it goes with the agent
             log.debug("NIXL keeps a request until its agent goes: %s", str(error))  # a log may keep `error`
-
-    def _any_alive(self) -> bool:
-        self._doomed = [agent for agent in self._doomed if agent() is not None]
-        return bool(self._doomed)

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.runtime.transports.base import TransportError
+from pdkv.runtime.transports.base import Int64Array, TransportError
 
 _MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 
-Int64Array = npt.NDArray[np.int64]
 Descriptors = npt.NDArray[np.uint64]  # [n, 3]: address, length in bytes, device
+
+NO_DESCRIPTORS: Descriptors = np.empty((0, 3), dtype=np.uint64)
 
 
 def import_nixl() -> Any:

@@ -1,69 +1,91 @@
-"""Where the bytes of KV lie in two pools that need not be alike: pairs of transfer units become slices of segments."""
+"""Where the bytes of KV lie in two pools that need not be alike: pairs of transfer units become slices to copy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from pdkv.runtime.geometry import Geometry
-from pdkv.runtime.transports.base import SLICE_BYTES, Slice
+from pdkv.runtime.transports.base import SLICE_BYTES, Grid, Images, Slice
 
 MAX_SEGMENTS = 8192
-"""Of a slice: each is a descriptor that NIXL checks and UCX posts by itself, and nothing else moves meanwhile."""
+"""Copies in a slice: each may become a descriptor that NIXL checks and UCX posts, and nothing else moves meanwhile."""
+
+REGROUPED_BYTES = 4 << 20
+"""Most of a slice between unlike pools: what a transport needs at a time to regroup it in memory of its own."""
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 
 class Mapping:
-    """Copies between two pools, from ``source`` to ``target``; `geometry.unlike` must have nothing against them.
+    """Copies between a peer's pool and our ``own``, inward or (``writes``) outward; `geometry.unlike` must have nothing
+    against them.
 
     They go in *transfer units* of ``unit_tokens`` tokens, the smaller of the two block sizes: where a block holds ``k``
     of them, unit ``u`` is the part ``u % k`` of block ``u // k``, of all layers, heads and ranks. Every rank of the
     target gets its heads, also those that other ranks have, too; of several sources one is read.
     """
 
-    def __init__(self, source: Geometry, target: Geometry) -> None:
-        self._source, self._target = source, target
-        self.unit_tokens = min(source.block_size, target.block_size)
-        self.source_units = source.num_blocks * (source.block_size // self.unit_tokens)
-        self.target_units = target.num_blocks * (target.block_size // self.unit_tokens)
-        same_heads = source.rank_heads == target.rank_heads
-        self._whole = same_heads and source.block_size == target.block_size
-        self._pieces = _rank_pieces(source, target) if self._whole else _strided_pieces(source, target, same_heads)
+    def __init__(self, peer: Geometry, own: Geometry, *, writes: bool = False) -> None:
+        self._peer, self._own = peer, own
+        self.unit_tokens = min(peer.block_size, own.block_size)
+        self.peer_units = peer.num_blocks * (peer.block_size // self.unit_tokens)
+        self.own_units = own.num_blocks * (own.block_size // self.unit_tokens)
+        runs = list(_runs_of_heads(own, peer) if writes else _runs_of_heads(peer, own))
+        #: int64[k, 2]: where the runs of heads of block 0 begin in the peer's pool and in ours.
+        self._runs = np.array(runs, dtype=np.int64)[:, [1, 0] if writes else [0, 1]]
+        self._whole = peer.rank_heads == own.rank_heads and peer.block_size == own.block_size
+        if not self._whole:
+            self._parts = peer.block_size // self.unit_tokens
+            self._single = _Pattern(peer, own, self._runs, parts=1)
+            self._of_block = _Pattern(peer, own, self._runs, parts=self._parts)
 
     def slices(
         self,
-        source_units: Int32Array,
-        target_units: Int32Array,
+        peer_units: Int32Array,
+        own_units: Int32Array,
         slice_bytes: int = SLICE_BYTES,
         max_segments: int = MAX_SEGMENTS,
     ) -> Iterator[Slice]:
-        """Slices of at most ``slice_bytes`` and ``max_segments`` segments that copy ``source_units[i]`` to
-        ``target_units[i]``: int64[n, 3], offset in the source's pool, offset in the target's, bytes.
+        """Slices of at most ``slice_bytes`` and ``max_segments`` copies (but of one token in one layer at least) that
+        copy unit ``i`` of one list to, or from, unit ``i`` of the other.
 
-        The units must exist (`source_units`, `target_units`). Each target byte is written once if its unit is named
-        once. No segment reaches from one rank's memory into the next.
+        The units must exist (`peer_units`, `own_units`). Each target byte is written once if its unit is named once. No
+        copy reaches from one rank's memory into the next.
         """
         if self._whole:
-            blocks = list(zip(source_units.tolist(), target_units.tolist(), strict=True))
-            return _merged(blocks, self._source.bytes_per_block, self._pieces.tolist(), slice_bytes, max_segments)
+            blocks = list(zip(peer_units.tolist(), own_units.tolist(), strict=True))
+            yield from _merged(blocks, self._peer.bytes_per_block, self._runs.tolist(), slice_bytes, max_segments)
+            return
+        slice_bytes = min(slice_bytes, REGROUPED_BYTES)
         starts = np.stack(
-            (
-                _starts(source_units, self._source, self.unit_tokens),
-                _starts(target_units, self._target, self.unit_tokens),
-            ),
-            axis=1,
+            (_starts(peer_units, self._peer, self.unit_tokens), _starts(own_units, self._own, self.unit_tokens)), axis=1
         )
-        return _spread(starts, _at_most(self._pieces, slice_bytes), slice_bytes, max_segments)
+        lone = np.ones(len(starts), dtype=np.bool_)
+        if self._of_block.fits(slice_bytes, max_segments):
+            firsts = _whole_blocks(peer_units, self._parts)
+            together = firsts[:, None] + np.arange(self._parts)
+            lone[together] = False
+            yield from self._of_block.slices(starts[together], slice_bytes, max_segments)
+        yield from self._single.slices(starts[lone][:, None], slice_bytes, max_segments)
 
 
 def _starts(units: Int32Array, pool: Geometry, unit_tokens: int) -> Int64Array:
     """int64[n]: the offset of each unit's first token, in the memory of one rank."""
     blocks, parts = np.divmod(units.astype(np.int64), pool.block_size // unit_tokens)
     return blocks * pool.bytes_per_block + parts * (unit_tokens * pool.token_bytes)
+
+
+def _whole_blocks(units: Int32Array, parts: int) -> Int64Array:
+    """Where in ``units`` all parts of one block follow each other: the places of the first ones."""
+    firsts = np.flatnonzero(units % parts == 0)
+    firsts = firsts[firsts + parts <= len(units)]
+    ours = units[firsts[:, None] + np.arange(parts)] == units[firsts][:, None] + np.arange(parts)
+    return firsts[ours.all(axis=1)]
 
 
 def _runs_of_heads(source: Geometry, target: Geometry) -> Iterator[tuple[int, int]]:
@@ -83,46 +105,89 @@ def _runs_of_heads(source: Geometry, target: Geometry) -> Iterator[tuple[int, in
             )
 
 
-def _rank_pieces(source: Geometry, target: Geometry) -> Int64Array:
-    """int64[ranks, 2]: where the block 0 of each rank of the target lies in both pools, and its source."""
-    return np.array(list(_runs_of_heads(source, target)), dtype=np.int64)
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Part of a unit: so many planes (layers and vectors) and tokens, from these on."""
+
+    first_plane: int
+    planes: int
+    first_token: int
+    tokens: int
 
 
-def _strided_pieces(source: Geometry, target: Geometry, same_heads: bool) -> Int64Array:
-    """int64[k, 3]: what a unit consists of, as (source, target, bytes), from the unit's first token in rank 0 on."""
-    unit_tokens = min(source.block_size, target.block_size)
-    heads = np.array(list(_runs_of_heads(source, target)), dtype=np.int64)
-    planes = np.arange(source.layers * source.vectors)[:, None] * np.array(
-        [source.block_size * source.token_bytes, target.block_size * target.token_bytes]
-    )
-    if same_heads:  # the tokens of a unit lie together on both sides
-        tokens, nbytes = np.zeros((1, 2), dtype=np.int64), unit_tokens * source.token_bytes
-    else:
-        tokens = np.arange(unit_tokens)[:, None] * np.array([source.token_bytes, target.token_bytes])
-        nbytes = min(source.token_bytes, target.token_bytes)
-    starts = (heads[:, None, None] + planes[None, :, None] + tokens[None, None]).reshape(-1, 2)
-    return np.column_stack((starts, np.full(len(starts), nbytes)))
+class _Pattern:
+    """What the copies of one *item* are: of one unit, or of the ``parts`` units that make up a block of the peer's.
+
+    An item's *image* is all that the peer has of it, rank by rank, packed: what can be moved in few pieces (one a rank
+    if it is a block), while the copies, which tell heads apart, are one for each plane and token.
+    """
+
+    def __init__(self, peer: Geometry, own: Geometry, runs: Int64Array, parts: int) -> None:
+        self._peer, self._own, self._runs, self._parts = peer, own, runs, parts
+        self._tokens = min(peer.block_size, own.block_size)
+        self._planes = peer.layers * peer.vectors
+        self._run_bytes = min(peer.token_bytes, own.token_bytes)
+        self._ranks, self._rank_of_run = np.unique(runs[:, 0] // peer.rank_bytes, return_inverse=True)
+        self._cells = parts * self._planes * self._tokens  # each of ``runs``
+
+    def fits(self, slice_bytes: int, max_segments: int) -> bool:
+        """Whether a slice has room for an item."""
+        return self._cells <= _most_cells(self._runs, self._run_bytes, slice_bytes, max_segments)
+
+    def slices(self, starts: Int64Array, slice_bytes: int, max_segments: int) -> Iterator[Slice]:
+        """Of the items whose units begin at ``starts``, int64[n, parts, 2], in both pools. Large ones are cut up."""
+        most = _most_cells(self._runs, self._run_bytes, slice_bytes, max_segments)
+        step = max(1, most // self._cells)
+        for first in range(0, len(starts), step):
+            for tile in self._tiles(most):
+                yield self._slice(starts[first : first + step], tile)
+
+    def _tiles(self, most_cells: int) -> Iterator[_Tile]:
+        """All of an item, or of a single unit the parts that it must be moved in."""
+        if self._cells <= most_cells:
+            yield _Tile(0, self._planes, 0, self._tokens)
+            return
+        tokens = min(self._tokens, most_cells)
+        planes = max(1, most_cells // self._tokens)
+        for plane in range(0, self._planes, planes):
+            for token in range(0, self._tokens, tokens):
+                yield _Tile(plane, min(planes, self._planes - plane), token, min(tokens, self._tokens - token))
+
+    def _slice(self, starts: Int64Array, tile: _Tile) -> Slice:
+        peer, own, parts = self._peer, self._own, self._parts
+        strides = np.array([[pool.block_size * pool.token_bytes, pool.token_bytes] for pool in (peer, own)])
+        begin = starts + strides @ [tile.first_plane, tile.first_token]
+        segments = np.empty((*begin.shape[:2], len(self._runs), 3), dtype=np.int64)
+        together = peer.token_bytes == own.token_bytes  # the tokens of a plane, on both sides
+        segments[..., :2] = begin[:, :, None] + self._runs
+        segments[..., 2] = self._run_bytes * (tile.tokens if together else 1)
+
+        plane_bytes = parts * tile.tokens * peer.token_bytes  # of an image
+        rank_bytes = tile.planes * plane_bytes
+        image_bytes = len(self._ranks) * rank_bytes
+        places = (
+            np.arange(len(starts))[:, None, None] * image_bytes
+            + np.arange(parts)[:, None] * (tile.tokens * peer.token_bytes)
+            + self._rank_of_run * rank_bytes
+            + self._runs[:, 0] % peer.rank_bytes
+        )
+        pieces = begin[:, 0, 0][:, None, None] + (self._ranks * peer.rank_bytes)[:, None]
+        size = rank_bytes
+        if parts * tile.tokens != peer.block_size:  # planes lie apart
+            pieces, size = pieces + np.arange(tile.planes) * strides[0, 0], plane_bytes
+        grid = Grid(
+            planes=tile.planes,
+            tokens=1 if together else tile.tokens,
+            peer=(int(strides[0, 0]), peer.token_bytes),
+            own=(int(strides[1, 0]), own.token_bytes),
+            image=(plane_bytes, peer.token_bytes),
+        )
+        return Slice(segments.reshape(-1, 3), grid, Images(pieces.reshape(-1), size, places.reshape(-1)))
 
 
-def _at_most(pieces: Int64Array, nbytes: int) -> Int64Array:
-    """The same bytes in pieces of at most ``nbytes``."""
-    size = int(pieces[0, 2])
-    if size <= nbytes:
-        return pieces
-    cuts = np.arange(0, size, nbytes)
-    starts = (pieces[:, None, :2] + cuts[None, :, None]).reshape(-1, 2)
-    return np.column_stack((starts, np.tile(np.minimum(size - cuts, nbytes), len(pieces))))
-
-
-def _spread(starts: Int64Array, pieces: Int64Array, slice_bytes: int, max_segments: int) -> Iterator[Slice]:
-    """All ``pieces`` of each unit in turn; ``starts`` int64[n, 2] are the units' in both pools."""
-    step = max(1, min(max_segments, slice_bytes // int(pieces[0, 2])))
-    count = len(starts) * len(pieces)
-    for first in range(0, count, step):
-        unit, piece = np.divmod(np.arange(first, min(first + step, count)), len(pieces))
-        segments = pieces[piece]
-        segments[:, :2] += starts[unit]
-        yield segments
+def _most_cells(runs: Int64Array, run_bytes: int, slice_bytes: int, max_segments: int) -> int:
+    """For how many planes and tokens of all ``runs`` a slice has room: one at least."""
+    return max(1, min(slice_bytes // (len(runs) * run_bytes), max_segments // len(runs)))
 
 
 def _merged(
@@ -140,7 +205,7 @@ def _merged(
     """
     part: list[int] = []
     room = slice_bytes
-    for source_base, target_base in ranks:
+    for peer_base, own_base in ranks:
         at = 0
         while at < len(blocks):
             first = at
@@ -149,15 +214,15 @@ def _merged(
                 at < len(blocks) and blocks[at][0] == blocks[at - 1][0] + 1 and blocks[at][1] == blocks[at - 1][1] + 1
             ):
                 at += 1
-            source = source_base + blocks[first][0] * bytes_per_block
-            target = target_base + blocks[first][1] * bytes_per_block
+            peer = peer_base + blocks[first][0] * bytes_per_block
+            own = own_base + blocks[first][1] * bytes_per_block
             left = (at - first) * bytes_per_block
             while left:
                 nbytes = min(left, room)
-                part += (source, target, nbytes)
-                source, target, left, room = source + nbytes, target + nbytes, left - nbytes, room - nbytes
+                part += (peer, own, nbytes)
+                peer, own, left, room = peer + nbytes, own + nbytes, left - nbytes, room - nbytes
                 if room == 0 or len(part) == 3 * max_segments:
-                    yield np.array(part, dtype=np.int64).reshape(-1, 3)
+                    yield Slice(np.array(part, dtype=np.int64).reshape(-1, 3))
                     part, room = [], slice_bytes
     if part:
-        yield np.array(part, dtype=np.int64).reshape(-1, 3)
+        yield Slice(np.array(part, dtype=np.int64).reshape(-1, 3))
