@@ -28,7 +28,7 @@ from pdkv.core.ports import MoverRestarted, Plan, PostRead, ReadEnded
 from pdkv.core.transfer.messages import Peer, RemoteSource
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.transports.base import SLICE_BYTES
-from pdkv.simulate.instance import Instance
+from pdkv.simulate.instance import Instance, Life
 from pdkv.simulate.weather import MS, Weather
 from pdkv.simulate.world import World
 
@@ -259,6 +259,11 @@ class RealDuo(Duo):
         assert not self.half.failures
 
 
+def _pool_of(life: Life) -> np.ndarray[Any, Any]:
+    """int64[num_blocks, block size]: the tags in a simulated device's memory; a view."""
+    return np.frombuffer(life.device.tags, dtype=np.int64).reshape(life.device.num_blocks, -1)
+
+
 class SimulatedProducer(Producer):
     """A life of an instance in a simulated world."""
 
@@ -268,7 +273,7 @@ class SimulatedProducer(Producer):
         self.identity = self._life.engine.identity
         self.peer = self._life.peer
         self.block_size = self._life.engine.config.block_size
-        self.blocks = self._life.device.tags
+        self.blocks = _pool_of(self._life)
         self.slots = self._life.slots
 
     def kill(self) -> None:
@@ -298,7 +303,7 @@ class SimulatedDuo(Duo):
         self._life = consumer.life
         self._inbox: list[Report] = []
         self._life.deliver = self._inbox.append  # type: ignore[method-assign, assignment]
-        self.blocks = self._life.device.tags
+        self.blocks = _pool_of(self._life)
         self.block_bytes = self.blocks[0].nbytes
 
     def _start(self, name: str) -> Instance:

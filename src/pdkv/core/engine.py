@@ -215,8 +215,8 @@ class Engine:
 
     def next_deadline_ns(self) -> int | None:
         """When the engine must be stepped again at the latest, for a lease, a load, a loaded request or a fence."""
-        times = (rule.next_deadline_ns() for rule in (self.producer, self.consumer, self.scheduler))
-        return min((time for time in times if time is not None), default=None)
+        rules = (self.producer, self.consumer, self.scheduler)
+        return min([time for rule in rules if (time := rule.next_deadline_ns()) is not None], default=None)
 
     def memory(self) -> MemoryView:
         """The ledger and every owner, now."""
@@ -250,6 +250,15 @@ class Engine:
         """
         self.manager.check(content=content)
         self.scheduler.running.check()
+        self.check_queues()
+
+    def queues(self) -> tuple[list[Request], ...]:
+        """Who waits, who waits and holds memory, who runs, and all there are: each in order."""
+        scheduler = self.scheduler
+        return list(scheduler.waiting), list(scheduler.holding), list(scheduler.running), list(self.requests.values())
+
+    def check_queues(self) -> None:
+        """Each request stands in one queue, and who waits there holds no memory."""
         waiting = {request.request_id for request in self.scheduler.waiting}
         others = {request.request_id for request in (*self.scheduler.running, *self.scheduler.holding)}
         assert waiting | others == self.requests.keys(), "engine: queues and requests disagree"

@@ -105,6 +105,7 @@ class Ledger:
         self._number: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)  # of the state each block is in
         self._single = self._number.data  # the same memory: for one block this is faster than numpy
         self._most_states = _MOST_STATES
+        self._renumbered = 0  # how often states were numbered anew
         self._name_states(_FIRST_STATES.copy())
         self._number[0] = _NULL_NUMBER
         self.counts = [0] * len(Account)
@@ -220,6 +221,7 @@ class Ledger:
         self._number[:] = renumbered[self._number]
         self._name_states([self._states[number] for number in used.tolist()])
         self._most_states = max(self._most_states, 2 * len(used))
+        self._renumbered += 1
 
     # ------------------------------------------------------------------------------------------------------- looking
 
@@ -254,6 +256,14 @@ class Ledger:
     def account_of(self, block: int) -> Account:
         """The one account ``block`` is in."""
         return self._states[self._single[block]].account
+
+    def states(self) -> list[BlockState]:
+        """The state of every block."""
+        return list(map(self._states.__getitem__, self._number.tolist()))
+
+    def fingerprint(self) -> object:
+        """Equal to that of another time when nothing is different (numbers of states are never given out twice)."""
+        return self._number.tobytes(), self._renumbered, self.counts.copy(), self.peaks.copy()
 
     def as_dict(self) -> dict[str, int]:
         """Blocks per account, by the account's lower-case name; sums to ``num_blocks``."""

@@ -8,16 +8,17 @@ nothing of leases, slots or accounts.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Group, WindowGroup
-from pdkv.core.ports import Batch, Int32Array, Int64Array, Outputs
+from pdkv.core.ports import Batch, Int32Array, Outputs
 
 VOCABULARY = 1000
+TAG_BYTES = 8  # of the "KV" of one token
 
 _OFFSET = 1469598103934665603
 _PRIME = 1099511628211
@@ -41,31 +42,23 @@ def sampled(tag: int) -> int:
 
 
 class Tokens:
-    """A request's tokens as the device knows them, each with its tag: ``tags`` int64[num_tokens], a view."""
+    """A request's tokens as the device knows them, and the tag of each."""
 
     def __init__(self, prompt: Int32Array) -> None:
         self.tokens: list[int] = prompt.tolist()
-        tags: list[int] = []
+        self.tags = array("q")
         tag: int | None = None
         for token in self.tokens:
             tag = prefix_tag(tag, token)
-            tags.append(tag)
-        self._last = tags[-1]
-        self._memory = np.array(tags + tags, dtype=np.int64)
+            self.tags.append(tag)
 
     def extend(self) -> int:
         """Sample one more token."""
-        token = sampled(self._last)
-        self._last = prefix_tag(self._last, token)
-        if len(self.tokens) == len(self._memory):
-            self._memory = np.concatenate((self._memory, self._memory))
-        self._memory[len(self.tokens)] = self._last
+        last = self.tags[-1]
+        token = sampled(last)
         self.tokens.append(token)
+        self.tags.append(prefix_tag(last, token))
         return token
-
-    @property
-    def tags(self) -> Int64Array:
-        return self._memory[: len(self.tokens)]
 
 
 def expected_output(prompt: Int32Array, count: int) -> list[int]:
@@ -75,17 +68,21 @@ def expected_output(prompt: Int32Array, count: int) -> list[int]:
 
 
 class Device:
-    """Tags int64[num_blocks, largest block] in place of KV; -1 where nothing was ever written.
+    """A tag in place of each token's KV; -1 where nothing was ever written.
 
-    A block belongs to one of the model's ``groups`` at a time; of each, a token sees what its kind of layer looks at.
+    ``tags`` are those of block 0, of block 1 and so on, one behind the other: for blocks as small as here that is
+    faster than numpy. A block belongs to one of the model's ``groups`` at a time, all of one block size; of each, a
+    token sees what its kind of layer looks at. Raises ``ValueError`` for groups of several block sizes.
     """
 
     def __init__(self, num_blocks: int, groups: Sequence[Group]) -> None:
+        self.block_size, *others = {group.block_size for group in groups}
+        if others:
+            raise ValueError("the simulated device knows one block size for all groups")
+        self.num_blocks = num_blocks
+        self.tags = array("q", [-1]) * (num_blocks * self.block_size)
         self._groups = groups
-        width = max(group.block_size for group in groups)
-        self.tags: npt.NDArray[np.int64] = np.full((num_blocks, width), -1, dtype=np.int64)
         self._requests: dict[str, Tokens] = {}
-        self._places: dict[int, tuple[Int64Array, Int64Array]] = {}  # by block size: see `_slots`
 
     def add(self, request_id: str, prompt: Int32Array) -> None:
         """A request whose rows will come."""
@@ -96,6 +93,19 @@ class Device:
         for request_id in request_ids:
             del self._requests[request_id]
 
+    def copy(self, target: int, source: Device, number: int) -> int:
+        """Unit ``number`` of ``source`` comes to unit ``target`` of this one; returns its bytes.
+
+        Units are blocks, the smaller ones where the two devices' differ (`PostRead`).
+        """
+        unit = self.unit_of(source)
+        self.tags[target * unit : (target + 1) * unit] = source.tags[number * unit : (number + 1) * unit]
+        return unit * TAG_BYTES
+
+    def unit_of(self, other: Device) -> int:
+        """How many tokens are moved between the two as one."""
+        return min(self.block_size, other.block_size)
+
     def run(self, batch: Batch) -> Outputs:
         """Sampled tokens of the batch. Raises `ForeignKV` for a row that attends to content that is not its own."""
         if not len(batch):
@@ -103,69 +113,60 @@ class Device:
         rows = list(self._rows(batch))
         for row in rows:
             self._write(row)
-        sampled_tokens = np.zeros(len(batch), dtype=np.int32)
+        sampled_tokens = [0] * len(rows)
         for number, row in enumerate(rows):
             self._read(row)
             if row.samples:
                 assert row.end == len(row.known.tokens), f"{row.request_id}: samples before its last token"
                 sampled_tokens[number] = row.known.extend()
-        return Outputs(tokens=sampled_tokens)
+        return Outputs(tokens=np.array(sampled_tokens, dtype=np.int32))
 
     def _rows(self, batch: Batch) -> Iterator[_Row]:
         tokens, at = batch.tokens.tolist(), 0
         columns = (batch.num_computed.tolist(), batch.num_scheduled.tolist(), batch.pending.tolist())
-        samples = batch.samples.tolist()
-        for number, (request_id, start, count, pending) in enumerate(zip(batch.request_ids, *columns, strict=True)):
+        tables = zip(*(tables.tolist() for tables in batch.group_tables), strict=True)
+        rest = (batch.samples.tolist(), tables)
+        for request_id, start, count, pending, samples, own in zip(batch.request_ids, *columns, *rest, strict=True):
             known, end = self._requests[request_id], start + count
             given = tokens[at : at + count]
             at += count
             if pending:
                 given[-1] = known.tokens[end - 1]
             assert given == known.tokens[start:end], f"{request_id}: wrong input tokens at {start}"
-            tables = [tables[number] for tables in batch.group_tables]
-            yield _Row(request_id, known, start, end, samples[number], tables)
+            yield _Row(request_id, known, start, end, samples, own)
 
     def _write(self, row: _Row) -> None:
-        for group, table in zip(self._groups, row.tables, strict=True):
-            if row.end - row.start == 1:
-                entry, slot = divmod(row.start, group.block_size)
-                assert table[entry], f"{row.request_id}: writes to the null block"
-                self.tags[table[entry], slot] = row.known.tags[row.start]
-                continue
-            entries, slots = self._slots(group, row.start, row.end)
-            blocks = table[entries]
-            assert blocks.all(), f"{row.request_id}: writes to the null block"
-            self.tags[blocks, slots] = row.known.tags[row.start : row.end]
+        size, tags = self.block_size, self.tags
+        for table in row.tables:
+            for position in range(row.start, row.end):
+                block = table[position // size]
+                assert block, f"{row.request_id}: writes to the null block"
+                tags[block * size + position % size] = row.known.tags[position]
 
     def _read(self, row: _Row) -> None:
+        size, tags = self.block_size, self.tags
         for number, (group, table) in enumerate(zip(self._groups, row.tables, strict=True)):
             first = first_seen(group, row.start)
-            entries, slots = self._slots(group, first, row.end)
-            wrong = self.tags[table[entries], slots] != row.known.tags[first : row.end]
-            if np.count_nonzero(wrong):
-                at = first + int(wrong.argmax())
-                where = f"block {int(table[at // group.block_size])} of group {number}"
+            entry = first // size
+            seen = array("q")
+            for block in table[entry : (row.end - 1) // size + 1]:
+                seen += tags[block * size : block * size + size]
+            seen, known = seen[first - entry * size : row.end - entry * size], row.known.tags[first : row.end]
+            if seen != known:
+                at = first + next(index for index, tag in enumerate(known) if seen[index] != tag)
+                where = f"block {table[at // size]} of group {number}"
                 raise ForeignKV(f"{row.request_id}: position {at} of {row.end}, {where}")
 
-    def _slots(self, group: Group, first: int, end: int) -> tuple[Int64Array, Int64Array]:
-        """int64[end - first] each: of these positions the table's entries, and the slots inside their blocks."""
-        places = self._places.get(group.block_size)
-        if places is None or len(places[0]) < end:
-            positions = np.arange(2 * end)
-            places = self._places[group.block_size] = (positions // group.block_size, positions % group.block_size)
-        return places[0][first:end], places[1][first:end]
 
-
-@dataclass(slots=True)
-class _Row:
-    """Tokens ``start:end`` of a request are computed, with ``tables`` int32[m] by group."""
+class _Row(NamedTuple):
+    """Tokens ``start:end`` of a request are computed, with a table (block ids) by group."""
 
     request_id: str
     known: Tokens
     start: int
     end: int
     samples: bool
-    tables: list[Int32Array]
+    tables: tuple[list[int], ...]
 
 
 def first_seen(group: Group, position: int) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from pdkv.core.audit import Audit
 from pdkv.core.config import EngineConfig
 from pdkv.core.engine import Engine, Identity
 from pdkv.core.events import Event, Finished
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 _NUM_SLOTS = 64
 _TICK_NS = 1000 * MS  # an idle engine looks again after so long at the latest, as in `runtime.instance`
 _FENCE_SLACK_NS = 500 * MS  # from the step that orders a new mover to its being there
-_CONTENT_EVERY = 8  # events
 _KEEPALIVE_NS = 60_000 * MS  # beats go on for so long after the engine's last step
 
 
@@ -64,7 +64,7 @@ class Life:
         self._queue: deque[Plan] = deque()
         self._keepalives: tuple[Keepalive, ...] = ()
         self._busy = False
-        self._checks = 0
+        self._audit = Audit(self.engine)
         self._asked: dict[str | int, Peer] = {}  # by transfer id, and by grant: whom it was registered with
         self._alarm = 0
         self._overdue: dict[tuple[str, int], int] = {}  # quarantined owners past their deadline: since when seen so
@@ -252,8 +252,7 @@ class Life:
 
     def _check(self) -> None:
         """Everything is recounted after each event, but what the prefix index says, which is seven times the work."""
-        self._checks += 1
-        self.engine.check(content=self._checks % _CONTENT_EVERY == 0)
+        self._audit.check()
 
     def _check_deadlines(self) -> None:
         """Every owner of memory that names a deadline has let go soon after it."""

@@ -26,7 +26,7 @@ class Read:
     posted_ns: int
     source: Life | None = None
     mover: int | None = None
-    moved_blocks: int = 0
+    moved_bytes: int = 0
     ended: bool = False
 
 
@@ -117,8 +117,7 @@ class Mover:
         if source.stopped_for_ns:
             self._life.later(source.stopped_for_ns, self._copy, read, remote, local)
             return
-        self._life.device.tags[local] = source.device.tags[remote]
-        read.moved_blocks += 1
+        read.moved_bytes += self._life.device.copy(local, source.device, remote)
 
     def _data_over(self, read: Read, fails: bool) -> None:
         """All data is there: now, and not before, the slot is read."""
@@ -142,11 +141,10 @@ class Mover:
         if read.ended or read.mover not in (None, self.number):
             return
         read.ended = True
-        moved_bytes = read.moved_blocks * self._life.device.tags[0].nbytes
         seconds = (self._world.time.now_ns - read.posted_ns) / NS_PER_S
         self._life.deliver(
             ReadEnded(
-                handle=read.post.handle, slot=slot, moved_bytes=moved_bytes, seconds=seconds,
+                handle=read.post.handle, slot=slot, moved_bytes=read.moved_bytes, seconds=seconds,
                 error=None if slot else error,
             )
         )  # fmt: skip
@@ -163,10 +161,12 @@ def _refusal(post: PostRead, source: Life) -> str | None:
 
 
 def _range_error(post: PostRead, source: Life, life: Life) -> str | None:
-    for ids, pool, whose in (
-        (post.remote_blocks, source.device.tags, "the peer's"),
-        (post.local_blocks, life.device.tags, "the pool's"),
+    unit = life.device.unit_of(source.device)
+    for ids, device, whose in (
+        (post.remote_blocks, source.device, "the peer's"),
+        (post.local_blocks, life.device, "the pool's"),
     ):
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(pool):
-            return f"block ids {ids.min()}..{ids.max()} outside {whose} {len(pool)} blocks"
+        units = len(device.tags) // unit
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < units:
+            return f"block ids {ids.min()}..{ids.max()} outside {whose} {units} blocks"
     return None

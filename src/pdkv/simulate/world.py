@@ -323,6 +323,8 @@ class World:
     def _play(self) -> Violation | None:
         most = _MOST_ACTIONS * len(self.calls)
         over = self.time.run(self._last_arrival_ns + _PATIENCE_NS, most)
+        for life in self.lives():
+            life.engine.check()
         held = [line for life in self.lives() for line in life.held()]
         if not over or self.open:
             waiting = [call.new.request_id for call in self.calls if call.outcome is None]

@@ -28,7 +28,7 @@ class Write:
     posted_ns: int
     target: Life | None = None
     mover: int | None = None
-    moved_blocks: int = 0
+    moved_bytes: int = 0
     ended: bool = False
 
 
@@ -122,8 +122,7 @@ class Writer:
 
     def _copy(self, write: Write, remote: int, local: int) -> None:
         assert write.target is not None
-        write.target.device.tags[remote] = self._life.device.tags[local]
-        write.moved_blocks += 1
+        write.moved_bytes += write.target.device.copy(remote, self._life.device, local)
 
     def _unlock(self, write: Write, *, once: bool = False) -> None:
         if write.target is None:
@@ -155,9 +154,8 @@ class Writer:
             self._life.later(MS, self._report, write, error)  # a slice of it is under way
             return
         write.ended = True
-        moved_bytes = write.moved_blocks * self._life.device.tags[0].nbytes
         seconds = (self._world.time.now_ns - write.posted_ns) / NS_PER_S
-        ended = WriteEnded(handle=write.post.handle, moved_bytes=moved_bytes, seconds=seconds, error=error)
+        ended = WriteEnded(handle=write.post.handle, moved_bytes=write.moved_bytes, seconds=seconds, error=error)
         self._life.deliver(ended)
 
 

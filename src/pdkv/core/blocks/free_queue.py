@@ -96,6 +96,10 @@ class FreeQueue:
         blocks: Int32Array = self._ring[self._head : self._tail][self._valid(self._head, self._tail)]
         return blocks
 
+    def fingerprint(self) -> object:
+        """Equal to that of another time when the queue is the same."""
+        return self._head, self._tail, self._len, self._place.tobytes(), self._ring.tobytes()
+
     def _valid(self, start: int, stop: int) -> BoolArray:
         valid: BoolArray = self._place.take(self._ring[start:stop]) == self._all_places[start:stop]
         return valid

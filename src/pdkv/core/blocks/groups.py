@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from pdkv.errors import ConfigError
 
@@ -125,6 +126,7 @@ class Granularity:
         return self.hit_tokens < self.scheduler_tokens
 
 
+@cache
 def granularity(groups: tuple[Group, ...], *, hash_tokens: int | None, enable_caching: bool) -> Granularity:
     """Derived sizes of ``groups``; ``hash_tokens`` overrides the unit (greatest common divisor of the block sizes).
 

@@ -16,6 +16,7 @@ from pdkv.core.ports import HolderView, Int32Array
 from pdkv.core.scheduler.request import Request
 
 _EMPTY = np.empty(0, dtype=np.int32)
+_NO_COPIES = np.empty((0, 2), dtype=np.int32)
 _CAUSES = [account.name.lower() for account in Account]  # unless somebody says more
 
 
@@ -66,6 +67,10 @@ class Owners:
         """Every owner, as shown to the operator."""
         return map(_view, self._holders.values())
 
+    def tables(self) -> list[tuple[str, list[tuple[list[int], int]]]]:
+        """Every owner's key, and of each group its table (block ids) and how many leading entries it has given back."""
+        return [(key, [hold.table.plain() for hold in holder.groups]) for key, holder in self._holders.items()]
+
     def overdue(self) -> list[HolderView]:
         """Every owner that names a deadline which has come."""
         return [
@@ -101,6 +106,8 @@ class Owners:
 
     def take_copies(self) -> tuple[Int32Array, list[str]]:
         """int32[n, 2] (source, target) that the plan being made must copy first, and the owners to release after it."""
+        if not self._copies:
+            return _NO_COPIES, []
         copies, self._copies = sorted(self._copies, key=lambda copy: copy[0]), []
         pairs = np.asarray([copy[2:] for copy in copies], dtype=np.int32).reshape(-1, 2)
         return pairs, [copy[1] for copy in copies]

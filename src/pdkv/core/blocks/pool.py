@@ -191,6 +191,10 @@ class BlockPool:
             self.residency.reset()
         return True
 
+    def fingerprint(self) -> object:
+        """Equal to that of another time when holds and free queue are the same."""
+        return self.ledger.fingerprint(), self._queue.fingerprint(), len(self.copies)
+
     def check(self, *, content: bool = True) -> None:
         """Recount the pool from scratch; raises ``AssertionError`` on any difference.
 

@@ -130,6 +130,11 @@ class BlockTable:
         """int32[len]: a view, valid until the next change; copy what is kept."""
         return self.store.blocks[self.row, : len(self)]
 
+    def plain(self) -> tuple[list[int], int]:
+        """The block ids, and how many leading entries were given back, or never needed."""
+        store, row = self.store, self.row
+        return store.blocks[row, : store.lengths.item(row)].tolist(), store.dropped.item(row)
+
     def extend(self, blocks: BlockIds) -> None:
         """Append ``blocks``."""
         length = len(self)

@@ -212,7 +212,9 @@ class Admitter:
 
         But those may for which a consumer has granted memory, as `Producer.may_prefill` says.
         """
-        return awaits(request) or (request.produces and not self._producer.announcements.has_memory(request))
+        if request.produces and not self._producer.announcements.has_memory(request):
+            return True
+        return awaits(request)
 
     def _waits_for_itself(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether what fills the share has a part that nobody reads before this request has ended, too."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
@@ -80,8 +80,11 @@ class FcfsQueue:
     def pop_while(self, condition: Callable[[Request], bool]) -> list[Request]:
         """Take the first ones out."""
         taken = list(takewhile(condition, self._requests))
-        for _ in taken:
-            self._requests.popleft()
+        if len(taken) == len(self._requests):
+            self._requests.clear()
+        else:
+            for _ in taken:
+                self._requests.popleft()
         return taken
 
     def remove(self, request: Request) -> None:
@@ -98,17 +101,17 @@ class PriorityQueue:
     """Smallest `priority_key` first; a request put back stands where its key says, so it may be overtaken."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, str], Request]] = []
+        self._requests: list[Request] = []  # in order
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return (request for _, request in sorted(self._heap, key=lambda entry: entry[0]))
+        return iter(self._requests)
 
     def append(self, request: Request) -> None:
         """A new arrival."""
-        heapq.heappush(self._heap, (priority_key(request), request))
+        insort(self._requests, request, key=priority_key)
 
     def put_back(self, request: Request) -> None:
         """Where its key says."""
@@ -116,25 +119,28 @@ class PriorityQueue:
 
     def put_all_back(self, requests: Sequence[Request]) -> None:
         """Where their keys say."""
+        if not requests:
+            return
+        if not self._requests or priority_key(requests[-1]) < priority_key(self._requests[0]):  # in order, and first
+            self._requests[:0] = requests
+            return
         for request in requests:
             self.append(request)
 
     def head(self) -> Request:
         """The smallest key."""
-        return self._heap[0][1]
+        return self._requests[0]
 
     def pop(self) -> Request:
         """Take the smallest key out."""
-        return heapq.heappop(self._heap)[1]
+        return self._requests.pop(0)
 
     def pop_while(self, condition: Callable[[Request], bool]) -> list[Request]:
         """Take the smallest keys out."""
-        taken = []
-        while self._heap and condition(self._heap[0][1]):
-            taken.append(self.pop())
+        taken = list(takewhile(condition, self._requests))
+        del self._requests[: len(taken)]
         return taken
 
     def remove(self, request: Request) -> None:
         """Take any request out."""
-        self._heap = [entry for entry in self._heap if entry[1] is not request]
-        heapq.heapify(self._heap)
+        self._requests.remove(request)

@@ -276,7 +276,7 @@ class Consumer:
     def overdue(self) -> list[tuple[Request, str]]:
         """Requests whose load has outlived its deadline, and how."""
         late = self.grants.overdue()
-        if self._config.transfer.bounded_waits:
+        if self._loads and self._config.transfer.bounded_waits:
             seconds = self._config.kv_load_timeout_ns // NS_PER_S
             cause = f"not there {seconds} s after its READ was posted (--kv-load-timeout)"
             now_ns = self._journal.now_ns
@@ -290,7 +290,7 @@ class Consumer:
         """
         self.waits.sweep()
         self.grants.sweep()
-        if not self._config.transfer.bounded_waits:
+        if not self._given_up or not self._config.transfer.bounded_waits:
             return
         if any(given_up.deadline_ns <= self._journal.now_ns for given_up in self._given_up.values()):
             self._last_fence.order()
@@ -299,7 +299,7 @@ class Consumer:
         """When a load, a fence or a wait runs out next, or a message is to be repeated."""
         rules = (self.waits, self.grants, self.turns)
         times = [time for rule in rules if (time := rule.next_deadline_ns()) is not None]
-        if self._config.transfer.bounded_waits:
+        if self._config.transfer.bounded_waits and (self._loads or self._given_up):
             times += [load.deadline_ns for load in self._loads.values()]
             if not self._last_fence.pending:
                 times += [given_up.deadline_ns for given_up in self._given_up.values()]
@@ -326,6 +326,8 @@ class Consumer:
     def keepalives(self) -> tuple[Keepalive, ...]:
         """Leases to renew, by peer: every request from its arrival, or announcement, until its READ has ended."""
         awaited = dict.fromkeys((*self.waits.peers(), *self.grants.peers(), *self.turns.peers()))
+        if not awaited and not self._wanted:
+            return ()
         by_peer: dict[Peer, list[bytes]] = {}
         for source in self._wanted.values():
             by_peer.setdefault(source.peer, []).append(source.grant.token)

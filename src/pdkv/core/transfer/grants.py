@@ -289,6 +289,8 @@ class WriteGrants:
 
     def peers(self) -> tuple[Peer, ...]:
         """Who may write, or still has to say that it has stopped."""
+        if not self._promises and not self._withdrawn:
+            return ()
         granted: tuple[Promise | Withdrawn, ...] = (*self._promises.values(), *self._withdrawn.values())
         return tuple(one.awaited.peer for one in granted)
 
@@ -302,6 +304,8 @@ class WriteGrants:
 
     def overdue(self) -> list[tuple[Request, str]]:
         """Requests that have waited beyond their deadline, and what for; policy vllm only says so."""
+        if not self._promises:
+            return []
         late = [one for one in self._promises.values() if one.deadline_ns <= self._journal.now_ns and not one.overdue]
         found = [(promise.request, self._lateness(promise)) for promise in late]
         if self._config.transfer.bounded_waits:
@@ -320,7 +324,7 @@ class WriteGrants:
 
     def sweep(self) -> None:
         """Register and cancel again; have whoever may still write ended when a fence takes too long."""
-        if not self._config.transfer.push_answers:
+        if not self._config.transfer.push_answers or (not self._promises and not self._withdrawn):
             return
         now_ns = self._journal.now_ns
         for promise in self._promises.values():
@@ -335,6 +339,8 @@ class WriteGrants:
 
     def next_deadline_ns(self) -> int | None:
         """When `overdue` or `sweep` is wanted next."""
+        if not self._promises and not self._withdrawn:
+            return None
         times = [promise.deadline_ns for promise in self._promises.values() if not promise.overdue]
         if self._config.transfer.bounded_waits:
             turns = [one.since_ns + self._config.lease_ns for one in self._promises.values() if not one.writing]

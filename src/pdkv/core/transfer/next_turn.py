@@ -121,15 +121,19 @@ class NextTurns:
 
     def overdue(self) -> list[Request]:
         """Requests that have waited too long to learn their peer's clock."""
+        if not self._offers:
+            return []
         return [offer.request for offer in self._unmet() if offer.deadline_ns <= self._journal.now_ns]
 
     def next_deadline_ns(self) -> int | None:
         """When somebody has waited long enough for a peer's clock."""
+        if not self._offers:
+            return None
         return min((offer.deadline_ns for offer in self._unmet()), default=None)
 
     def peers(self) -> tuple[Peer, ...]:
         """Whom to shake hands with, each once."""
-        return tuple(dict.fromkeys(offer.source.peer for offer in self._offers.values()))
+        return tuple({offer.source.peer: None for offer in self._offers.values()})
 
     def _unmet(self) -> list[Offer]:
         waiting = [offer for offer in self._offers.values() if offer.request.status is Status.WAITING]

@@ -240,8 +240,11 @@ class Producer:
         """When the next lease or WRITE runs out."""
         oldest, write = self._oldest_turn(), self.writes.next_deadline_ns()
         times = [lease.deadline_ns for lease in self._by_token.values()]
-        times += [] if oldest is None else [oldest.deadline_ns]
-        return min(times if write is None else [*times, write], default=None)
+        if oldest is not None:
+            times.append(oldest.deadline_ns)
+        if write is not None:
+            times.append(write)
+        return min(times, default=None)
 
     def _oldest_turn(self) -> Lease | None:
         """All turns are kept equally long, so it is the one that ends first."""

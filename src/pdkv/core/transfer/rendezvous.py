@@ -52,6 +52,7 @@ class Announcements:
         self._kept: dict[str, Announce] = {}
         self._over: OrderedDict[str, str] = OrderedDict()
         self._registered: OrderedDict[str, Registration] = OrderedDict()
+        self._granting: set[str] = set()  # ids of those who have granted memory
 
     def expect(self, request: Request) -> None:
         """A prefill has arrived."""
@@ -65,10 +66,8 @@ class Announcements:
 
     def has_memory(self, request: Request) -> bool:
         """Whether a consumer has granted memory that this prefill's KV can be written to at once."""
-        waiting = self._registered.get(request.new.transfer_id or "")
-        if waiting is None or not self._counts(waiting) or not isinstance(waiting.message, RegisterWrite):
-            return False
-        return waiting.message.grant is not None
+        transfer_id = request.new.transfer_id
+        return transfer_id is not None and transfer_id in self._granting and self._counts(self._registered[transfer_id])
 
     def _counts(self, waiting: Registration) -> bool:
         """Whether who registered is still there, as far as is known."""
@@ -87,7 +86,8 @@ class Announcements:
         if isinstance(waiting.message, RegisterWrite):
             if waiting.message.grant is None:
                 return None
-            return self._registered.pop(transfer_id)  # `Writes` answers from now on
+            self._strike(transfer_id)  # `Writes` answers from now on
+            return waiting
         self._reply(waiting.origin, announce)
         return None
 
@@ -102,7 +102,7 @@ class Announcements:
             self._over.popitem(last=False)
         waiting = self._registered.get(transfer_id)
         if waiting is not None and self._is_answered(waiting.message):
-            del self._registered[transfer_id]
+            self._strike(transfer_id)
             if self._counts(waiting):
                 self._refuse(waiting.message, waiting.origin, reason)
 
@@ -120,8 +120,10 @@ class Announcements:
                 self._reply(origin, self._kept[transfer_id])
             return self._kept[transfer_id]
         deadline_ns = self._journal.now_ns + self._patience_ns if self._is_answered(message) else None
+        self._strike(transfer_id)  # the newest is the last
         self._registered[transfer_id] = Registration(message, origin, deadline_ns)
-        self._registered.move_to_end(transfer_id)
+        if isinstance(message, RegisterWrite) and message.grant is not None:
+            self._granting.add(transfer_id)
         self._drop_stale()
         if isinstance(message, RegisterWrite) and message.grant is not None:
             self._writes.note(message.grant, origin, writing=False)
@@ -132,7 +134,12 @@ class Announcements:
         waiting = self._registered.get(transfer_id)
         grant = waiting.message.grant if waiting and isinstance(waiting.message, RegisterWrite) else None
         if grant is not None and (grant.nonce, grant.grant_id) == (nonce, grant_id):
-            del self._registered[transfer_id]
+            self._strike(transfer_id)
+
+    def _strike(self, transfer_id: str) -> None:
+        """Nobody is registered under this id any more."""
+        self._registered.pop(transfer_id, None)
+        self._granting.discard(transfer_id)
 
     def _is_answered(self, message: Register | RegisterWrite) -> bool:
         """The reference has no word for a WRITE that will not come (spec pd-transfer 9): it parks its registration."""
@@ -150,7 +157,7 @@ class Announcements:
         Its request may be still to come, as both legs begin at once: then it is not kept either.
         """
         transfer_id = message.transfer_id
-        self._registered.pop(transfer_id, None)
+        self._strike(transfer_id)
         kept = self._kept.get(transfer_id)
         if kept is None:
             self.ended(transfer_id, "withdrawn by its consumer")
@@ -171,7 +178,7 @@ class Announcements:
             transfer_id, oldest = next(iter(self._registered.items()))
             if self._counts(oldest) and len(self._registered) <= _MOST_PARKED:
                 return
-            del self._registered[transfer_id]
+            self._strike(transfer_id)
 
 
 @dataclass(slots=True)
@@ -257,7 +264,7 @@ class Waits:
 
     def peers(self) -> tuple[Peer, ...]:
         """Who is waited for, each once."""
-        return tuple(dict.fromkeys(wait.awaited.peer for wait in self._waits.values()))
+        return tuple({wait.awaited.peer: None for wait in self._waits.values()})
 
     def views(self) -> tuple[AwaitingView, ...]:
         """Everybody who waits, for people."""
@@ -281,7 +288,7 @@ class Waits:
 
     def sweep(self) -> None:
         """Register again, every sixth of a lease; all together, so that the engine is not woken for each."""
-        if self._journal.now_ns < self._next_beat_ns:
+        if not self._waits or self._journal.now_ns < self._next_beat_ns:
             return
         self._next_beat_ns = self._journal.now_ns + self._config.registration_ns
         for wait in self._waits.values():
@@ -290,6 +297,8 @@ class Waits:
 
     def next_deadline_ns(self) -> int | None:
         """When somebody is to be registered again, or has waited long enough."""
+        if not self._waits:
+            return None
         registers = any(self._registers(wait.awaited) for wait in self._waits.values())
         times = [self._next_beat_ns] if registers else []
         if self._config.transfer.bounded_waits:

@@ -229,7 +229,7 @@ class Writes:
 
     def sweep(self) -> None:
         """Stop what takes too long; order a new mover where that does not help."""
-        if not self._config.transfer.bounded_waits:
+        if not self._active or not self._config.transfer.bounded_waits:
             return
         for write in self._active.values():
             if write.deadline_ns > self._journal.now_ns:
@@ -242,7 +242,7 @@ class Writes:
 
     def next_deadline_ns(self) -> int | None:
         """When `sweep` is wanted next."""
-        if not self._config.transfer.bounded_waits:
+        if not self._active or not self._config.transfer.bounded_waits:
             return None
         waits = (
             write.deadline_ns

@@ -1,0 +1,76 @@
+"""The invariants of `Engine.check` after every event of a small system, at the cost of what the event has changed.
+
+`Engine.check` recounts with arrays, which suits pools of any size; of thirty blocks, plain numbers are counted sooner.
+And most events change no memory: what has been found right and is equal to the last bit need not be counted again.
+The two are twins: an `Audit` calls the other one too, every so many changes, and a test plants the same bugs for both.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from pdkv.core.blocks.tables import NULL_BLOCK
+from pdkv.core.ledger import Account
+
+if TYPE_CHECKING:
+    from pdkv.core.engine import Engine
+
+_TWIN_EVERY = 16  # changes of the memory
+
+#: An owner's key, and of each group its table (block ids) and how many leading entries it has given back.
+_Owner = tuple[str, list[tuple[list[int], int]]]
+
+
+class Audit:
+    """Watches one engine. ``recounts`` is how often the memory differed from the time before."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._pool = engine.manager.pool
+        self._seen: object = None
+        self.recounts = 0
+
+    def check(self) -> None:
+        """As `Engine.check`: raises ``AssertionError`` when anything is wrong."""
+        owners = self._engine.manager.tables()
+        now = self._pool.fingerprint(), owners, self._engine.queues()
+        if now != self._seen:
+            self.recounts += 1
+            if self.recounts % _TWIN_EVERY == 0:
+                self._engine.check()
+            self._count_blocks()
+            self._count_claims(owners)
+            self._engine.check_queues()
+            self._seen = now
+        self._engine.scheduler.running.check(singly=True)
+
+    def _count_blocks(self) -> None:
+        """Ledger and free queue, as `BlockPool.check`."""
+        pool, ledger = self._pool, self._pool.ledger
+        order, states = pool.free_order().tolist(), ledger.states()
+        queued = set(order)
+        assert len(order) == len(queued) == pool.num_free, "free queue: length differs, or a block stands twice"
+        counts = [0] * len(Account)
+        for block, state in enumerate(states):
+            counts[state.account] += 1
+            if (block in queued) != (state.owners == 0 and block != NULL_BLOCK):
+                raise AssertionError("pool: free queue and holds disagree")
+        assert counts == ledger.counts, "ledger: counts differ"
+        assert states[NULL_BLOCK].account is Account.NULL, "ledger: block 0 is not the null block"
+        assert all(map(int.__ge__, ledger.peaks, counts)), "ledger: a peak was missed"
+        free = counts[Account.FREE] + counts[Account.CACHED]
+        assert free == pool.num_free, "pool: the ledger's free blocks differ from the queue"
+
+    def _count_claims(self, owners: list[_Owner]) -> None:
+        """Tables of owners and holds of blocks, as `Owners.check`."""
+        assert not self._pool.copies, "owners: a copy without an owner"
+        claims = [0] * self._pool.num_blocks
+        for key, tables in owners:
+            for table, dropped in tables:
+                assert not any(table[:dropped]), f"{key}: a block where none is needed any more"
+            blocks = [block for block in chain.from_iterable(table for table, _ in tables) if block]
+            assert len(set(blocks)) == len(blocks), f"{key} holds a block twice"
+            for block in blocks:
+                claims[block] += 1
+        assert claims == [state.owners for state in self._pool.ledger.states()], "owners: owners and holds disagree"
