@@ -78,11 +78,10 @@ class Writer:
             return
         write.mover = mover.number
         target = write.target = self._world.life_of(post.consumer)
-        problem = None
         if target is None:
-            problem = "no handshake: nobody with that engine id is there"
-        elif post.grant.nonce != target.engine.identity.nonce or post.epoch != target.fences.epoch:
-            problem = "the grant is of another life, or of another mover"
+            problem: str | None = "no handshake: nobody with that engine id is there"
+        else:
+            problem = _refusal(post, target, self._life)
         if problem is not None:
             self._life.later(self._rng.randrange(1, PEER_DEATH_SEEN_NS), self._report, write, problem)
             return
@@ -157,6 +156,23 @@ class Writer:
         seconds = (self._world.time.now_ns - write.posted_ns) / NS_PER_S
         ended = WriteEnded(handle=write.post.handle, moved_bytes=write.moved_bytes, seconds=seconds, error=error)
         self._life.deliver(ended)
+
+
+def _refusal(post: PostWrite, target: Life, life: Life) -> str | None:
+    """Why nothing may move: `runtime.moves` and `runtime.mover` ask the same."""
+    grant, block_size = post.grant, target.engine.manager.paged_block_size
+    if grant.nonce != target.engine.identity.nonce:
+        return "the grant is of another life of this engine"
+    if post.epoch != target.fences.epoch:
+        return "the grant was given with a mover that is no more"
+    if grant.block_size != block_size:
+        return f"the grant is of blocks of {grant.block_size} tokens, its pool has blocks of {block_size}"
+    ids, count = post.remote_blocks, len(target.device.tags) // target.device.unit_of(life.device)
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+        return f"block ids {ids.min()}..{ids.max()} outside the peer's {count} blocks"
+    if not 0 <= grant.slot < len(target.slots):
+        return f"slot {grant.slot} outside the peer's {len(target.slots)} slots"
+    return None
 
 
 class Fences:
