@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gzip
 import json
 from pathlib import Path
@@ -16,6 +17,7 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 KINDS = ("sched_traces", "blockpool_traces")
 
 
+@functools.cache
 def packed_rows() -> list[Any]:
     """The recordings in tests/data, one parameter a row."""
     rows = []
