@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.runtime.tiny import load_tiny
 
 from pdkv.errors import ConfigError, DoesNotFit
 from pdkv.runtime import profiler
+from pdkv.runtime.kernels import native
 from pdkv.runtime.models import LoadedModel
 from pdkv.runtime.profiler import MemoryBaseline, ProfileLimits, determine_available_memory, require_free
 from pdkv.units import GIB, MIB
@@ -38,6 +40,20 @@ def test_terms_add_up_to_what_was_requested(model: LoadedModel) -> None:
     text = "\n".join(p.lines())
     assert "0.5 of available RAM, share 0.5" in text
     assert "(measured)" in text
+
+
+def test_room_to_gather_a_context_is_kept_only_where_no_kernel_reads_it_in_place(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_tiny("qwen3", tmp_path_factory.mktemp("whole-vectors"))
+    if native.load() is None:
+        pytest.skip("there are no kernels here")
+    long = replace(LIMITS, max_model_len=1 << 17)
+    profile = partial(determine_available_memory, model, MemoryBaseline.take("cpu"), long, gpu_memory_utilization=0.9)
+    without = profile()
+    monkeypatch.setattr(native, "load", lambda: None)
+    masks = LIMITS.max_num_batched_tokens * long.max_model_len * 5
+    assert profile().activation_bytes - without.activation_bytes > masks * 0.9
 
 
 def test_no_more_than_the_running_requests_can_fill(model: LoadedModel) -> None:

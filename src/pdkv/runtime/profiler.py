@@ -23,6 +23,7 @@ from pdkv.errors import ConfigError, DoesNotFit
 from pdkv.runtime.attention import STEP_KWARG, cacheless_step, scratch_bytes
 from pdkv.runtime.models.loader import LoadedModel
 from pdkv.runtime.precheck import too_large_a_cache
+from pdkv.runtime.runner import attending_kernels
 from pdkv.units import cdiv, format_bytes
 
 DEFAULT_UTILIZATION = {"cuda": 0.92, "cpu": 0.4}
@@ -142,15 +143,16 @@ def determine_available_memory(
         other = max(_rss() - model.weights_bytes, 0)
         free_now = _ram()[1]
 
-    # The profile runs have no cache to gather from.
-    activation += scratch_bytes(
-        model.heads,
-        model.kv_heads,
-        model.head_dim,
-        model.dtype.itemsize,
-        chunk_tokens=limits.max_num_batched_tokens,
-        max_model_len=limits.max_model_len,
-    )
+    if attending_kernels(model, model.dtype) is None:  # else K/V are read where they lie
+        # The profile runs have no cache to gather from.
+        activation += scratch_bytes(
+            model.heads,
+            model.kv_heads,
+            model.head_dim,
+            model.dtype.itemsize,
+            chunk_tokens=limits.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+        )
     left = requested - model.weights_bytes - activation - other
     kv_bytes, basis = left, "measured"
     if kv_cache_memory_bytes is not None:

@@ -13,6 +13,15 @@ from pdkv.runtime.kv_pool import KvPool
 from pdkv.runtime.models.loader import LoadedModel
 
 
+def attending_kernels(model: LoadedModel, kv_dtype: torch.dtype) -> native.Native | None:
+    """The C kernels, where they serve this model's attention on a pool of that dtype."""
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        return None
+    kernels = native.load()
+    served = kernels is not None and kernels.can_attend(model.heads, model.kv_heads, model.head_dim, kv_dtype)
+    return kernels if served else None
+
+
 class Runner:
     """One model, or one rank's share of it, on one KV pool. Not thread-safe."""
 
@@ -26,16 +35,7 @@ class Runner:
             )
         self.model = model
         self.pool = pool
-        self._kernels = self._find_kernels()
-
-    def _find_kernels(self) -> native.Native | None:
-        """The C kernels, where they serve this model on this pool."""
-        model, pool = self.model, self.pool.tensor
-        if pool.device.type != "cpu" or model.dtype != torch.float32:
-            return None
-        kernels = native.load()
-        served = kernels is not None and kernels.can_attend(model.heads, model.kv_heads, model.head_dim, pool.dtype)
-        return kernels if served else None
+        self._kernels = attending_kernels(model, pool.tensor.dtype)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
