@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,21 +13,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
-from tests.e2e.harness import decode, idle_blocks, instance, prefill
+from tests.e2e.harness import Flight, array, decode, idle_blocks, instance, prefill, source_of
 from tests.e2e.processes import Part, tokens_of, until
 from tests.runtime.tiny import save_tiny
 from transformers import AutoModelForCausalLM
 
-from pdkv.core.events import LoadFailed, LoadFinished
+from pdkv.core.events import Announced, LoadFailed, LoadFinished, Registered
+from pdkv.core.ports import NewRequest
+from pdkv.core.transfer.messages import Awaited, Peer
 from pdkv.runtime.instance import Instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NEW_TOKENS = 6
-SIZES = {"max_model_len": 256, "num_gpu_blocks_override": 80, "kv_cache_memory_bytes": None}
+SIZES = {
+    **{"max_model_len": 256, "num_gpu_blocks_override": 80, "kv_cache_memory_bytes": None},
+    **{"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16},
+}
+RANKS = pytest.mark.parametrize(("of_p", "of_d"), [(1, 2), (2, 1), (2, 2)])
 
 
 class Tiny:
@@ -64,7 +72,7 @@ def instances(tiny: Tiny) -> Iterator[dict[tuple[str, int], Instance]]:
             one.close()
 
 
-@pytest.mark.parametrize(("of_p", "of_d"), [(1, 2), (2, 1), (2, 2)])
+@RANKS
 def test_kv_moves_between_any_numbers_of_ranks(
     instances: dict[tuple[str, int], Instance], tiny: Tiny, of_p: int, of_d: int
 ) -> None:
@@ -78,6 +86,67 @@ def test_kv_moves_between_any_numbers_of_ranks(
         (loaded,) = flight.of(LoadFinished)
         assert loaded.blocks == -(-length // 16)  # type: ignore[attr-defined]
         assert flight.tokens == tiny.generate(prompt), name
+    until(lambda: (idle_blocks(p), idle_blocks(d)) == free)
+
+
+def unseen(length: int) -> list[int]:
+    """A prompt that no cache has."""
+    return [5 + secrets.randbelow(90) for _ in range(length)]
+
+
+@RANKS
+@pytest.mark.parametrize("first", ["P", "D"])
+@pytest.mark.parametrize("write", [False, True], ids=["late push", "WRITE"])
+def test_kv_is_pushed_between_any_numbers_of_ranks(
+    instances: dict[tuple[str, int], Instance], tiny: Tiny, of_p: int, of_d: int, first: str, write: bool
+) -> None:
+    """Whichever leg comes first. With a beginning that D has in its cache, only the rest moves."""
+    p, d = instances["prefill", of_p], instances["decode", of_d]
+    free = idle_blocks(p), idle_blocks(d)
+    prompt = unseen(100)
+    for tokens, lacking in ((prompt, 7), (prompt[:70] + unseen(40), 3)):
+        info, transfer_id = p.info, secrets.token_hex(16)
+        peer = Peer(info.engine_id, info.side_channel_host, info.side_channel_port)
+        new = NewRequest(
+            request_id=transfer_id, prompt=array(tokens), max_tokens=1, produce=True, transfer_id=transfer_id
+        )
+        awaited = Awaited(peer=peer, transfer_id=transfer_id, write=write)
+        if first == "P":
+            Flight(p, new).wait()
+            flight = decode(d, transfer_id, tokens, None, NEW_TOKENS, awaited=awaited)
+        else:
+            flight = decode(d, transfer_id, tokens, None, NEW_TOKENS, awaited=awaited)
+            until(lambda: d.memory().accounts["loading"] > 0) if write else flight.wait_for(Registered)
+            Flight(p, new).wait()
+        flight.wait()
+        assert not flight.of(LoadFailed), flight.events
+        (loaded,) = flight.of(LoadFinished)
+        assert loaded.blocks == lacking  # type: ignore[attr-defined]
+        assert flight.tokens == tiny.generate(tokens)
+        assert bool(flight.of(Announced)) != write, "late push is announced, a WRITE is not"
+    until(lambda: (idle_blocks(p), idle_blocks(d)) == free)
+
+
+@RANKS
+def test_a_turn_goes_back_and_forth_between_any_numbers_of_ranks(
+    instances: dict[tuple[str, int], Instance], tiny: Tiny, of_p: int, of_d: int
+) -> None:
+    """D keeps its answer, the next turn's prefill on P reads it, and D reads what it lacks of that."""
+    p, d = instances["prefill", of_p], instances["decode", of_d]
+    free = idle_blocks(p), idle_blocks(d)
+    prompt = unseen(40)
+    first = decode(d, f"first {prompt}", prompt, prefill(p, f"p {prompt}", prompt), 40, keep_turn=True).wait()
+    assert first.finished.kept_until_ns is not None
+    kept = msgspec.structs.replace(source_of(d, first.finished), expires_ns=first.finished.kept_until_ns)
+    prompt = prompt + first.tokens + unseen(30)
+    second = NewRequest(request_id=f"q {prompt}", prompt=array(prompt), max_tokens=1, produce=True, source=kept)
+    leg = Flight(p, second).wait()
+    assert not leg.of(LoadFailed), leg.events
+    (loaded,) = leg.of(LoadFinished)
+    assert loaded.blocks == 3  # type: ignore[attr-defined]  # tokens 32 to 79; P has the first two blocks
+    flight = decode(d, f"second {prompt}", prompt, source_of(p, leg.finished), NEW_TOKENS).wait()
+    assert flight.of(LoadFinished)
+    assert flight.tokens == tiny.generate(prompt)
     until(lambda: (idle_blocks(p), idle_blocks(d)) == free)
 
 
