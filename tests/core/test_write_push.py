@@ -11,7 +11,7 @@ import pytest
 from tests.core.helpers import NS, assert_all_free, counting_prompt, finished_of, new_request, step
 from tests.core.write_pair import ID, LEASE_NS, PROMPT, D, P, Pair, accounts, decode, prefill, registrations
 
-from pdkv.core.config import STRICT, VLLM
+from pdkv.core.config import STRICT, VLLM, TransferPolicy
 from pdkv.core.ports import Abort, FromConsumer, FromProducer, GrantsFenced, MoverRestarted, NewRequest, PeerLost
 from pdkv.core.transfer.messages import (
     CancelGrant,
@@ -484,14 +484,38 @@ def test_an_odd_grant_is_refused(odd: dict[str, Any]) -> None:
     pair.step_p()
     assert pair.posts == []
     assert isinstance(pair.to_d[-1], NotWritten)
-    assert accounts(pair.p) == {"retained": 3}, "the lease stands"
+    assert accounts(pair.p) == {}, "nobody will read it: its consumer computes the prompt"
+
+
+@pytest.mark.parametrize("policy", [STRICT, VLLM], ids=["strict", "vllm"])
+def test_an_odd_grant_that_comes_after_the_prefill_pins_nothing(policy: TransferPolicy) -> None:
+    """The reference has no answer to it, and keeps the lease to its end."""
+    pair = Pair(transfer=policy)
+    pair.step_d(decode())
+    (message,) = registrations(pair.to_p)[-1:]
+    assert message.grant is not None
+    pair.to_p.clear()
+    pair.step_p(prefill())
+    pair.step_p()
+    assert accounts(pair.p) == {"retained": 3}
+    bad = msgspec.structs.replace(message.grant, prompt_digest=b"x" * 16)
+    pair.to_p = [msgspec.structs.replace(message, grant=bad)] * 2
+    pair.step_p()
+    assert pair.posts == []
+    assert accounts(pair.p) == ({} if policy is STRICT else {"retained": 3})
+    assert [type(answer) for answer in pair.to_d] == ([NotWritten] * 2 if policy is STRICT else [])
+    pair.step_p()
+    assert len(pair.named("LeaseReleased")) == (1 if policy is STRICT else 0)
 
 
 def test_two_requests_of_one_id_get_one_grant() -> None:
     pair = Pair()
     pair.step_d(decode())
     plan = pair.step_d(replace(decode(), request_id="second", cache_salt="a cache of its own"))
-    assert plan.batch.request_ids == ("second",)
+    assert plan.batch.request_ids == ("second",), "it computes its prompt itself"
+    granted = {message.grant.grant_id for message in registrations(pair.to_p) if message.grant is not None}
+    assert granted == {1}
+    assert accounts(pair.d) == {"loading": 3, "running": 3}
 
 
 def test_a_prompt_of_one_token_is_computed_here() -> None:

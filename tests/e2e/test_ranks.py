@@ -31,8 +31,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NEW_TOKENS = 6
 SIZES = {
-    **{"max_model_len": 256, "num_gpu_blocks_override": 80, "kv_cache_memory_bytes": None},
-    **{"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16},
+    "max_model_len": 256,
+    "num_gpu_blocks_override": 80,
+    "kv_cache_memory_bytes": None,
+    "bidirectional_kv_xfer": True,
+    "kv_recompute_threshold": 16,
 }
 RANKS = pytest.mark.parametrize(("of_p", "of_d"), [(1, 2), (2, 1), (2, 2)])
 

@@ -112,22 +112,26 @@ class Roster:
         elif failure is not None and self._config.transfer.load_failure == "fail" and not request.new.produce:
             self.finish(request, FinishReason.ERROR, f"KV transfer failed: {failure}")
         else:
-            request.num_computed = 0
-            request.move_to(Status.LOAD_FAILED)
-            request.wait_cause = f"KV transfer failed ({failure or 'bad blocks'}); to be computed here"
+            self._lose_load(request, f"KV transfer failed ({failure or 'bad blocks'}); to be computed here")
             if self._config.transfer.failure_frees_at_once:
-                self.holding.remove(request)
-                self._start_afresh(request)
+                self._leave_holding(request)
                 self.waiting.put_back(request)
 
     def put_off(self, request: Request, cause: str) -> None:
         """Its load, not begun, has given way: it waits on behind all others, so that one of them gets the memory."""
-        self.holding.remove(request)
+        self._lose_load(request, cause)
+        self._leave_holding(request)
+        self.waiting.append(request)
+
+    def _lose_load(self, request: Request, cause: str) -> None:
         request.num_computed = 0
         request.move_to(Status.LOAD_FAILED)
-        self._start_afresh(request)
         request.wait_cause = cause
-        self.waiting.append(request)
+
+    def _leave_holding(self, request: Request) -> None:
+        """It holds nothing any more; where it waits from now on is up to the caller."""
+        self.holding.remove(request)
+        self._start_afresh(request)
 
     def give_back_overdue(self) -> None:
         """Loaded requests that found no place in time: they wait on without memory, and hit what is still cached."""

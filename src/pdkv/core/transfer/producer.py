@@ -14,7 +14,7 @@ from pdkv.core.ledger import Account
 from pdkv.core.ports import WriteEnded
 from pdkv.core.scheduler.request import Request
 from pdkv.core.transfer.lease import Lease, LeaseSlots
-from pdkv.core.transfer.messages import CancelGrant, Done, Grant, Heartbeat, RegisterWrite, Withdraw
+from pdkv.core.transfer.messages import CancelGrant, Done, Grant, Heartbeat, Register, RegisterWrite, Withdraw
 from pdkv.core.transfer.proof import digest_tokens
 from pdkv.core.transfer.rendezvous import Announcements
 from pdkv.core.transfer.writes import Writes
@@ -68,7 +68,7 @@ class Producer:
         grant = self._lease(request, self._config.lease_ns, next_turn=False)
         waiting = self.announcements.granted(request, grant)
         if waiting is not None:
-            self.writes.start(self._by_token[grant.token], waiting.message, waiting.origin)
+            self._write(self._by_token[grant.token], waiting.message, waiting.origin)
         return grant
 
     def keep_turn(self, request: Request) -> Grant | None:
@@ -196,7 +196,11 @@ class Producer:
         lease = self._by_token[kept.grant.token]
         self._renew(lease, received_ns)
         if message.grant is not None:
-            self.writes.start(lease, message, origin)
+            self._write(lease, message, origin)
+
+    def _write(self, lease: Lease, message: Register | RegisterWrite, origin: bytes) -> None:
+        if not self.writes.start(lease, message, origin):
+            self._release(lease, expired=False)
 
     def on_cancel(self, message: CancelGrant, origin: bytes) -> None:
         """A consumer takes a grant back."""

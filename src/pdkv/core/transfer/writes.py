@@ -106,8 +106,11 @@ class Writes:
         """Nothing will be written under this grant."""
         self._settle(key_of(grant), origin, NotWritten(grant.nonce, grant.grant_id, reason))
 
-    def start(self, lease: Lease, message: Register | RegisterWrite, origin: bytes) -> None:
-        """Post the WRITE of what ``lease`` keeps, unless the grant is not one for that."""
+    def start(self, lease: Lease, message: Register | RegisterWrite, origin: bytes) -> bool:
+        """Post the WRITE of what ``lease`` keeps, unless the grant is not one for that; whether it is kept on.
+
+        The consumer of a grant that was refused computes its prompt itself. (The reference refuses none: it keeps it.)
+        """
         assert isinstance(message, RegisterWrite)
         grant = message.grant
         assert grant is not None
@@ -115,7 +118,7 @@ class Writes:
         if problem is not None:
             if self._config.transfer.push_answers:
                 self.refuse(grant, origin, problem)
-            return
+            return not self._config.transfer.push_answers
         remote, local = pair_blocks(self._manager, lease.key, grant, grant.num_tokens, grant.first_token)
         deadline_ns = self._journal.now_ns + self._config.kv_load_timeout_ns
         spans = self._manager.peer_spans(grant.num_tokens, grant.first_token)
@@ -126,6 +129,7 @@ class Writes:
         self._journal.emit(
             WriteStarted(request_id=lease.request_id, at_ns=self._journal.now_ns, handle=write.handle, blocks=blocks)
         )
+        return True
 
     def _misfit(self, lease: Lease, grant: WriteGrant) -> str | None:
         """Why ``grant`` has no place for what ``lease`` keeps: its numbers are a stranger's."""
