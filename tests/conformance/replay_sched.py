@@ -7,10 +7,11 @@ import dataclasses
 import numpy as np
 from tests.conformance.rows import Row, expect, group_of, sampled_token, watermark_share
 
-from pdkv.core.blocks.extra_keys import LoraAdapter
+from pdkv.core.blocks.extra_keys import LoraAdapter, MultimodalItem
 from pdkv.core.config import VLLM, EngineConfig
 from pdkv.core.engine import Engine, Identity
 from pdkv.core.events import Finished, Preempted
+from pdkv.core.multimodal import EncoderLimits
 from pdkv.core.ports import Abort, Int32Array, NewRequest, Outputs
 from pdkv.core.speculation import Speculation
 
@@ -38,6 +39,7 @@ def replay_schedule(row: Row) -> None:
             enable_prefix_caching=config.get("enable_caching", config.get("enable_prefix_caching", True)),
             priority_scheduling=config.get("policy") == "priority",
             speculation=speculation_of(config),
+            encoder=encoder_of(config),
             transfer=dataclasses.replace(VLLM, skipped_go_first=False),  # it has no connector to show blocks to
         ),
         Identity(engine_id="replay", nonce=1, secret=b"replay"),
@@ -49,6 +51,20 @@ def replay_schedule(row: Row) -> None:
     for number, step in enumerate(row["steps"]):
         replay_step(engine, row, step, f"step {number}")
         engine.check()
+
+
+def encoder_of(config: Row) -> EncoderLimits | None:
+    """The recorded encoder."""
+    facts = config.get("encoder")
+    if facts is None:
+        return None
+    whole = facts.get("whole_items", False)
+    return EncoderLimits(step_embeddings=facts["step"], cache_embeddings=facts["cache"], whole_items=whole)
+
+
+def item_of(name: str, offset: int, length: int, spans: list[list[int]] | None) -> MultimodalItem:
+    """A recorded item."""
+    return MultimodalItem(name, offset, length, None if spans is None else tuple((one, two) for one, two in spans))
 
 
 def speculation_of(config: Row) -> Speculation | None:
@@ -83,6 +99,7 @@ def replay_step(engine: Engine, row: Row, step: Row, where: str) -> None:
                 priority=request.get("priority", 0),
                 arrival_ns=step["step"],
                 cache_salt=request.get("cache_salt"),
+                items=tuple(item_of(*item) for item in request.get("items", ())),
                 lora=LoraAdapter(*request["lora"]) if request.get("lora") else None,
             )
             for request in arrivals
@@ -107,6 +124,12 @@ def replay_step(engine: Engine, row: Row, step: Row, where: str) -> None:
             expect(f"{where} {entry['id']} new blocks of group {group}", ours, new)
     if "copies" in step:
         expect(f"{where} copies", batch.copies.tolist(), step["copies"])
+    if "encode" in step:
+        encode: dict[str, list[int]] = {}
+        for name, item in batch.encode:
+            encode.setdefault(name, []).append(item)
+        expect(f"{where} encode", encode, step["encode"])
+        expect(f"{where} dropped", list(batch.dropped), step["dropped"])
     running = [request.request_id for request in engine.scheduler.running]
     expect(f"{where} running", running, step["running"])
     expect(f"{where} waiting", len(engine.scheduler.waiting) + len(engine.scheduler.holding), step["num_waiting"])
@@ -126,4 +149,7 @@ def replay_step(engine: Engine, row: Row, step: Row, where: str) -> None:
     finished = [event.request_id for event in events if isinstance(event, Finished)]
     theirs = [entry["id"] if isinstance(entry, dict) else entry for entry in step["finished"]]
     expect(f"{where} finished", sorted(finished), sorted(theirs))
+    if engine.scheduler.encoder is not None:
+        cache = engine.scheduler.encoder.cache
+        expect(f"{where} free embeddings", [cache.num_free, cache.num_reclaimable], step["encoder_free"])
     expect(f"{where} free after update", engine.manager.pool.num_free, step["free_blocks_after_update"])

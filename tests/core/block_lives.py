@@ -139,7 +139,7 @@ class BlockLives:
             request.shared_boundary = hit.boundary
         start = request.num_computed + (hit.tokens if hit else 0)
         want = min(self.rng.randrange(1, 17), request.num_tokens - start)
-        tokens = fit_chunk(request, want, self.config, start=start)
+        tokens, _ = fit_chunk(request, want, self.config, start=start)
         if tokens <= 0:
             return
         before, held = manager.pool.num_free, manager.num_blocks_of(request.request_id)

@@ -14,6 +14,7 @@ from pdkv.core.blocks.groups import (
     check_groups,
     granularity,
 )
+from pdkv.core.multimodal import EncoderLimits
 from pdkv.core.speculation import Speculation
 from pdkv.errors import ConfigError
 from pdkv.units import NS_PER_S
@@ -87,6 +88,9 @@ class EngineConfig:
     gets more than ``long_prefill_token_threshold`` tokens of a step (0: no such cap), or, adaptive, than a fair share
     if that is more. Prompts are computed in every ``prefill_schedule_interval``-th step only, while somebody decodes.
 
+    With ``encoder`` limits a request's items are encoded here, and its prompt waits for that; without them items are
+    only names (somebody else has their embeddings).
+
     Of bidirectional mode: an answer's KV is kept for ``kept_ttl_ns``, in at most ``max_kept_fraction`` of the pool, and
     read by the next turn's prefill if that lacks ``kv_recompute_threshold`` tokens of it or more.
     """
@@ -113,6 +117,7 @@ class EngineConfig:
     priority_scheduling: bool = False
     max_outstanding_plans: int = 1
     speculation: Speculation | None = None
+    encoder: EncoderLimits | None = None
     transfer: TransferPolicy = field(default=STRICT)
     kv_load_timeout_ns: int = 60 * NS_PER_S
     push_registration_timeout_ns: int = 480 * NS_PER_S

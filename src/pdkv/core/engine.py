@@ -22,6 +22,7 @@ from pdkv.core.ports import (
     Abort,
     Batch,
     BoolArray,
+    EncoderInput,
     InboxItem,
     Int32Array,
     MemoryView,
@@ -133,10 +134,13 @@ class Engine:
         step_id, self._next_step = self._next_step, self._next_step + 1
         rows = self.scheduler.schedule(step_id)
         copies = self.scheduler.take_copies(step_id)
+        encoder = self.scheduler.encoder
         self._outstanding.append((step_id, rows))
         return Plan(
             step_id=step_id,
-            batch=self._batch(rows, copies),
+            batch=self._batch(
+                rows, copies, *((encoder.take_inputs(), encoder.cache.take_evicted()) if encoder else ())
+            ),
             reads=self.consumer.take_reads(),
             writes=self.producer.writes.take_posts(),
             cancels=self.consumer.take_cancels() + self.producer.writes.take_cancels(),
@@ -211,6 +215,15 @@ class Engine:
             )
         return done
 
+    def reset_encoder_cache(self) -> None:
+        """Forget all outputs of the encoder (its weights have changed, say); who still needs some has them made anew.
+
+        Called with no plan outstanding.
+        """
+        assert not self._outstanding, "reset of the encoder's cache while a plan is outstanding"
+        if self.scheduler.encoder is not None:
+            self.scheduler.encoder.cache.reset()
+
     # ----------------------------------------------------------------------------------------------------- looking
 
     def next_deadline_ns(self) -> int | None:
@@ -250,6 +263,8 @@ class Engine:
         """
         self.manager.check(content=content)
         self.scheduler.running.check()
+        if self.scheduler.encoder is not None:
+            self.scheduler.encoder.cache.check()
         self.check_queues()
 
     def queues(self) -> tuple[list[Request], ...]:
@@ -310,9 +325,15 @@ class Engine:
                 del self.requests[request.request_id]
         return self._journal.take()
 
-    def _batch(self, rows: PlanRows, copies: Int32Array) -> Batch:
+    def _batch(
+        self,
+        rows: PlanRows,
+        copies: Int32Array,
+        encode: tuple[EncoderInput, ...] = (),
+        dropped: tuple[str, ...] = (),
+    ) -> Batch:
         """The batch's arrays, all its own (those without entries are shared)."""
-        if not len(rows) and not len(copies):
+        if not len(rows) and not len(copies) and not encode and not dropped:
             return self._no_batch
         num_drafts = rows.num_drafts
         pending = rows.start + rows.tokens - num_drafts > rows.known
@@ -328,6 +349,8 @@ class Engine:
             copies=copies,
             num_drafts=num_drafts,
             samples=rows.samples,
+            encode=encode,
+            dropped=dropped,
         )
 
 

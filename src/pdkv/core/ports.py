@@ -7,7 +7,7 @@ Nothing here acts. What happened meanwhile is told in `core.events`, what other 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -169,6 +169,13 @@ InboxItem = NewRequest | Abort | Decline | FromConsumer | FromProducer | PeerMet
 # ---------------------------------------------------------------------------------------------------------- plan
 
 
+class EncoderInput(NamedTuple):
+    """Item number ``item`` of a request (`NewRequest.items`) is to be encoded."""
+
+    request_id: str
+    item: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """One ragged forward pass: row i computes ``num_scheduled[i]`` tokens behind ``num_computed[i]`` known ones.
@@ -182,6 +189,9 @@ class Batch:
     the last known token, so a next token is sampled. ``num_drafts[i]``: how many of row i's tokens, its last ones, are
     drafts to be checked; -1 stands for one that is not known yet, or for padding, which is never accepted. While drafts
     of a still outstanding plan may be refused, ``num_computed`` counts them as accepted: the executor takes those off.
+
+    With an encoder, its outputs under the names in ``dropped`` (`MultimodalItem.identifier`) are given up first, then
+    those of ``encode`` are computed, and kept under their items' names until they are dropped in turn.
     """
 
     request_ids: tuple[str, ...]
@@ -194,6 +204,8 @@ class Batch:
     group_tables: tuple[Int32Array, ...] = ()
     copies: Int32Array = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
     num_drafts: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    encode: tuple[EncoderInput, ...] = ()
+    dropped: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.request_ids)

@@ -29,6 +29,7 @@ def check_request(new: NewRequest, config: EngineConfig, manager: KVCacheManager
         raise BadRequest(
             f"the request has {new.encoder_tokens} tokens of an encoder; this instance's model takes 0 to {most}"
         )
+    _check_items(new, config)
     usable = config.num_blocks - 1
     needed = manager.blocks_for(length + 1, new.encoder_tokens)
     if needed > usable:
@@ -46,6 +47,33 @@ def check_request(new: NewRequest, config: EngineConfig, manager: KVCacheManager
         return
     if unlike_blocks(manager, source.grant.block_size) is None:  # else it is not used either: no fault of who asks
         check_source(new, source, config, manager)
+
+
+def _check_items(new: NewRequest, config: EngineConfig) -> None:
+    """Items stand one behind the other inside the prompt; an encoder here must be able to do each of them."""
+    limits, end = config.encoder, 0
+    for number, item in enumerate(new.items):
+        stop = item.offset + item.length
+        if not end <= item.offset < stop <= len(new.prompt):
+            raise BadRequest(
+                f"item {number} stands for tokens {item.offset} to {stop} of a prompt of {len(new.prompt)}, behind one "
+                f"that ends at {end}; items stand in order and do not overlap"
+            )
+        end, spans = stop, item.embedded or ()
+        if any(not 0 <= begin <= close <= item.length for begin, close in spans):
+            raise BadRequest(f"item {number} has embeddings outside its {item.length} tokens")
+        if limits is None:
+            continue
+        most = min(limits.step_embeddings, limits.cache_embeddings)
+        if item.embeddings > most:
+            raise BadRequest(
+                f"item {number} has {item.embeddings} embeddings; this instance's encoder makes {most} at most"
+            )
+        if limits.whole_items and item.length > config.max_scheduled_tokens:
+            raise BadRequest(
+                f"item {number} stands for {item.length} tokens, which must be computed in one step of at most "
+                f"{config.max_scheduled_tokens}"
+            )
 
 
 def check_source(new: NewRequest, source: RemoteSource, config: EngineConfig, manager: KVCacheManager) -> None:

@@ -22,11 +22,27 @@ class LoraAdapter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MultimodalItem:
-    """An image, clip, ...: ``identifier`` names its content, which stands for tokens offset .. offset + length."""
+    """An image, clip, ...: ``identifier`` names its content, which stands for tokens offset .. offset + length.
+
+    An encoder's output stands in all of these tokens, or in those of ``embedded`` (start, stop), from ``offset`` on;
+    between them are tokens like line breaks.
+    """
 
     identifier: str
     offset: int
     length: int
+    embedded: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def embeddings(self) -> int:
+        """Embeddings that its encoder puts out."""
+        return self.embeddings_in(0, self.length)
+
+    def embeddings_in(self, start: int, stop: int) -> int:
+        """How many of them stand in its tokens ``start:stop``."""
+        if self.embedded is None:
+            return stop - start
+        return sum(max(min(end, stop) - max(begin, start), 0) for begin, end in self.embedded)
 
 
 class ExtraKeySource(Protocol):

@@ -11,6 +11,7 @@ from pdkv.core.blocks.holders import Hit
 from pdkv.core.blocks.kinds.base import resume_point
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
+from pdkv.core.scheduler.encoder import EncoderWork, Share
 from pdkv.core.scheduler.limits import Rows, StepRules
 from pdkv.core.scheduler.request import Request, Status
 from pdkv.core.transfer.consumer import Consumer
@@ -37,6 +38,7 @@ class Admission:
     local_tokens: int = 0
     external_tokens: int = 0
     padding: int = 0  # of ``tokens``, its last ones, drafts that stand for nothing: all rows have one shape
+    share: Share | None = None  # of the encoder's step
     share_used_up: bool = False  # skipped as what is kept for peers, and on its way to them, fills its share
 
 
@@ -48,8 +50,16 @@ def awaits(request: Request) -> bool:
 class Admitter:
     """Tries to bring one request in. Allocates on success; else only ``wait_cause`` and ``produces`` may change."""
 
-    def __init__(self, config: EngineConfig, manager: KVCacheManager, producer: Producer, consumer: Consumer) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        manager: KVCacheManager,
+        producer: Producer,
+        consumer: Consumer,
+        encoder: EncoderWork | None,
+    ) -> None:
         self._config = config
+        self._encoder = encoder
         self._manager = manager
         self._producer = producer
         self._consumer = consumer
@@ -175,10 +185,15 @@ class Admitter:
         if tokens > budget and not self._config.enable_chunked_prefill:
             request.wait_cause = "its whole prompt does not fit this step's token budget"
             return Admission(Verdict.STOP)
-        tokens = fit_chunk(request, min(tokens, budget), self._config, start=request.num_computed + local)
+        start = request.num_computed + local
+        if self._encoder is not None and not self._encoder.room_for(request.new.encoder_tokens):
+            request.wait_cause = "what its encoder is to put out does not fit this step"
+            return Admission(Verdict.LATER)
+        tokens, share = fit_chunk(request, min(tokens, budget), self._config, start=start, encoder=self._encoder)
         if tokens == 0:
-            request.wait_cause = "its chunk must end at a block boundary, beyond this step's token budget"
-            return Admission(Verdict.STOP)
+            cause = "its chunk must end at a block boundary, beyond this step's token budget"
+            request.wait_cause = cause if share is None else "its next item's embeddings do not fit the encoder's step"
+            return Admission(Verdict.STOP if share is None else Verdict.LATER)
         loaded = request.status is Status.LOADED
         fits = self._allocate(
             request,
@@ -189,9 +204,11 @@ class Admitter:
             has_scheduled=bool(running) and not (loaded and self._config.transfer.loaded_skips_watermark),
         )
         if not fits:
+            if self._encoder is not None:
+                self._encoder.cache.release(request)
             request.wait_cause = "its blocks do not fit the free pool"
             return Admission(Verdict.STOP)
-        return Admission(Verdict.RUN, tokens + padding, local, padding=padding)
+        return Admission(Verdict.RUN, tokens + padding, local, padding=padding, share=share)
 
     def _padding(self, request: Request, tokens: int, start: int, rows: Rows) -> int:
         """Drafts to add to a request that computes one token among rows that decode: all then have one shape."""
@@ -230,9 +247,15 @@ class Admitter:
         return sum(self._manager.blocks_missing(request) for request in (*under_way, *holding))
 
 
-def fit_chunk(request: Request, tokens: int, config: EngineConfig, *, start: int) -> int:
-    """``tokens`` from ``start`` on, cut so that the chunk ends where it may."""
-    return reserve_lookahead(request, align_chunk(request, tokens, config, start=start), config, start=start)
+def fit_chunk(
+    request: Request, tokens: int, config: EngineConfig, *, start: int, encoder: EncoderWork | None = None
+) -> tuple[int, Share | None]:
+    """``tokens`` from ``start`` on, cut so that the chunk ends where it may; and what the encoder does for it first."""
+    tokens, share = align_chunk(request, tokens, config, start=start), None
+    if encoder is not None and tokens and request.new.items:
+        share = encoder.share(request, start, tokens)
+        tokens = share.tokens
+    return reserve_lookahead(request, tokens, config, start=start), share
 
 
 def reserve_lookahead(request: Request, tokens: int, config: EngineConfig, *, start: int) -> int:

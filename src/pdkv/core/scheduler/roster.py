@@ -9,6 +9,7 @@ from pdkv.core.config import EngineConfig
 from pdkv.core.events import Finished, FinishReason, LoadFailed, Preempted
 from pdkv.core.journal import Journal
 from pdkv.core.ledger import Account
+from pdkv.core.scheduler.encoder import EncoderWork
 from pdkv.core.scheduler.queues import FcfsQueue, PriorityQueue, WaitingQueue
 from pdkv.core.scheduler.request import NO_DRAFTS, Request, Status
 from pdkv.core.scheduler.running import RunningSet
@@ -33,6 +34,10 @@ class Roster:
         self.holding: deque[Request] = deque()  # waiting with blocks held (loading, loaded): always tried first
         self.completed_step = -1
         self.blocked_by: Request | None = None  # all that keeps the others out: it did not fit, and nothing ended since
+        self.encoder: EncoderWork | None = None
+        if config.encoder is not None:
+            ahead = config.speculation.prefill_lookahead_tokens if config.speculation else 0
+            self.encoder = EncoderWork(config.encoder, ahead)
         self._deferred: deque[tuple[int, str]] = deque()  # (fence step, owner key)
         self._ended: list[Request] = []
 
@@ -55,6 +60,8 @@ class Roster:
         if status is Status.RUNNING:
             self.running.remove(request)  # only now, for blocks that are gone need not be taken along
         self._consumer.forget(request)
+        if self.encoder is not None:
+            self.encoder.release(request)
         if lease is None and request.new.produce:
             self._producer.announcements.ended(request.new.transfer_id, f"the prefill ended ({error or reason.value})")
         kept = lease is not None and not request.produces
@@ -168,6 +175,8 @@ class Roster:
     def _take_blocks(self, victim: Request, cause: str) -> None:
         """Take all blocks away; the request is computed again later, as far as its blocks cannot be hit."""
         self._manager.release(victim.request_id)
+        if self.encoder is not None:
+            self.encoder.release(victim)
         victim.move_to(Status.PREEMPTED)
         victim.wait_cause = cause
         self._journal.emit(

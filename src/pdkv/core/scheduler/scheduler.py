@@ -40,7 +40,7 @@ class Scheduler(Roster):
     ) -> None:
         super().__init__(config, manager, producer, consumer, journal)
         self._hash = hash_function
-        self._admitter = Admitter(config, manager, producer, consumer)
+        self._admitter = Admitter(config, manager, producer, consumer, self.encoder)
         self._completion = Completion(config, manager, self.running, journal, hash_function, self.finish)
         self.short_of_memory = False  # the last step preempted, or did not let in whom it looked at last
         self.owes_a_step = False  # the last step preempted, so nobody was admitted: the next one may, without any news
@@ -87,6 +87,8 @@ class Scheduler(Roster):
         paused = self.pause_state is PauseState.PAUSED_ALL
         self._rules = StepRules(threshold, self.pace.active and self.pace.next_step(self.running))
         budget = Budget(self._config, paused=paused)
+        if self.encoder is not None:
+            self.encoder.new_step()
         preempted = self._schedule_running(budget)
         self.blocked_by = None
         self.owes_a_step = self.short_of_memory = preempted
@@ -121,7 +123,8 @@ class Scheduler(Roster):
                     continue
             request = running[index]
             tokens = min(self._wanted_tokens(request), budget.left)
-            tokens = fit_chunk(request, tokens, self._config, start=request.num_computed)
+            start = request.num_computed
+            tokens, share = fit_chunk(request, tokens, self._config, start=start, encoder=self.encoder)
             if tokens <= 0:
                 index += 1
                 continue
@@ -145,6 +148,8 @@ class Scheduler(Roster):
                 break
             running.scheduled[request.column] = tokens
             budget.take(tokens)
+            if share is not None and self.encoder is not None:
+                self.encoder.take(request, share)
             index += 1
         return any_preempted
 
@@ -208,6 +213,9 @@ class Scheduler(Roster):
             else:
                 self._start_running(request, admission)
                 self.running.scheduled[request.column] = admission.tokens
+                if self.encoder is not None:
+                    share = admission.share or self.encoder.nothing()
+                    self.encoder.take(request, share, request.new.encoder_tokens)
                 budget.take(admission.tokens)
         self.holding.extendleft(reversed(skipped_holding))
         if self._config.priority_scheduling:
@@ -295,8 +303,30 @@ class Scheduler(Roster):
             self._manager.release(self._deferred.popleft()[1], joined=True)
             self.blocked_by = None
         failed = self._bad_blocks.take(outputs.invalid_blocks, rows) if outputs.invalid_blocks else ()
+        if self.encoder is not None and self.encoder.cache:
+            self._pass_items(rows, outputs)
         self._completion.take(rows, outputs)
         for request in failed:
             self.finish(request, FinishReason.ERROR, "KV transfer failed: some of its blocks did not arrive")
+        if self.encoder is not None:
+            for request, error in self.encoder.take_confused():
+                if request.status is not Status.FINISHED:
+                    self.finish(request, FinishReason.ERROR, error)
         if self.pace.active and not self.num_unfinished:
             self.pace.idle()
+
+    def _pass_items(self, rows: PlanRows, outputs: Outputs) -> None:
+        """Items in front of what is computed for good are needed no more (before that is known of this plan's tokens).
+
+        Without plans outstanding that is what the plan has computed; else nothing that is being sampled counts.
+        """
+        assert self.encoder is not None
+        present = (self.running.sequence[rows.columns] == rows.sequence).tolist()
+        for at, request in enumerate(rows.requests):
+            if not present[at] or not self.encoder.cache.holds(request):
+                continue
+            if self._config.max_outstanding_plans > 1:
+                unsure = request.placeholders
+            else:
+                unsure = len(rows.drafts[at]) - len(outputs.more[at]) if rows.drafts and len(rows.drafts[at]) else 0
+            self.encoder.passed(request, request.num_computed - unsure)
