@@ -11,7 +11,7 @@ from pdkv.core.config import STRICT
 from pdkv.core.engine import Engine
 from pdkv.core.ledger import Account
 from pdkv.simulate.weather import Weather
-from pdkv.simulate.world import MODELS, World
+from pdkv.simulate.world import BLOCK, MODELS, World
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -113,6 +113,8 @@ def _column(engine: Engine) -> None:
 
 
 def _growth_put_off(engine: Engine) -> None:
+    request = engine.scheduler.running[0]
+    request.num_computed = engine.manager.num_blocks_of(request.request_id) * BLOCK  # needs its next block, then
     engine.manager.growth._idle_until[:] = 1000
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -84,8 +85,7 @@ class Decline:
     offer: RemoteSource | Awaited
 
 
-@dataclass(frozen=True, slots=True)
-class FromConsumer:
+class FromConsumer(msgspec.Struct, frozen=True):
     """A message to the producer here, and the time it was received at (not when the engine got round to it).
 
     ``origin`` names the connection that it came by: replies go there.
@@ -96,8 +96,7 @@ class FromConsumer:
     origin: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class FromProducer:
+class FromProducer(msgspec.Struct, frozen=True):
     """What ``peer``, and nobody else, has answered."""
 
     message: ToConsumer
@@ -176,8 +175,7 @@ class EncoderInput(NamedTuple):
     item: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, eq=False):
     """One ragged forward pass: row i computes ``num_scheduled[i]`` tokens behind ``num_computed[i]`` known ones.
 
     ``tokens`` int32[sum(num_scheduled)] are the rows' input tokens, flattened. Where ``pending[i]``, the last of row
@@ -202,8 +200,8 @@ class Batch:
     block_tables: Int32Array
     samples: BoolArray
     group_tables: tuple[Int32Array, ...] = ()
-    copies: Int32Array = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
-    num_drafts: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    copies: Int32Array = msgspec.field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
+    num_drafts: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, dtype=np.int32))
     encode: tuple[EncoderInput, ...] = ()
     dropped: tuple[str, ...] = ()
 
@@ -243,8 +241,7 @@ class PostWrite:
     epoch: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Revoked:
+class Revoked(msgspec.Struct, frozen=True):
     """A grant that was given up: its slot has been cleared, but its producer has not said yet that it has stopped.
 
     Who can see to it himself that nothing is written any more reports `GrantsFenced`.
@@ -254,24 +251,21 @@ class Revoked:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendMessage:
+class SendMessage(msgspec.Struct, frozen=True):
     """Tell a producer; lost messages are allowed for."""
 
     peer: Peer
     message: ToProducer
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """Tell a consumer, by the connection that it registered on; lost ones are allowed for."""
 
     origin: bytes
     message: ToConsumer
 
 
-@dataclass(frozen=True, slots=True)
-class Keepalive:
+class Keepalive(msgspec.Struct, frozen=True):
     """Leases at one peer that the control thread renews every ``lease // 6`` until the core publishes a new set.
 
     ``awaited``: something is to be announced or decided there, so the connection stays, the handshake is made
@@ -283,8 +277,7 @@ class Keepalive:
     awaited: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, eq=False):
     """What to do now. Owns its arrays; the core never changes them afterwards.
 
     Every plan is completed exactly once, in order, with `Outputs` of the same ``step_id``. ``next_deadline_ns`` is when
@@ -308,8 +301,7 @@ class Plan:
     events: tuple[Event, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Outputs:
+class Outputs(msgspec.Struct, frozen=True, eq=False):
     """Sampled tokens of one plan: int32[n], row i valid where ``batch.samples[i]`` (0 elsewhere).
 
     With speculation, ``more[i]`` int32[accepted] follow the first one (as many as drafts of row i were accepted), and

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -102,4 +102,4 @@ class Executor:
         last = np.cumsum(batch.num_scheduled, dtype=np.int64) - 1
         for i in np.flatnonzero(batch.pending):
             tokens[last[i]] = self._states[batch.request_ids[i]].output[-1]
-        return dataclasses.replace(batch, tokens=tokens, pending=np.zeros_like(batch.pending))
+        return msgspec.structs.replace(batch, tokens=tokens, pending=np.zeros_like(batch.pending))

@@ -192,25 +192,26 @@ class Life:
         self.world.network.send(self.peer.port, message.peer, said)
 
     def _end(self, plan: Plan) -> None:
-        depth = self.engine.config.max_outstanding_plans
+        depth, worked = self.engine.config.max_outstanding_plans, False
         while self._queue and (len(self._queue) >= depth or len(plan.batch) == 0):
             oldest = self._queue.popleft()
             events = self.engine.complete(oldest.step_id, self.device.run(oldest.batch), self.now_ns)
             if len(oldest.batch):
+                worked = True  # some request may have ended, and made room
                 self._check()
             self._tell(events)
         if not self._queue:
             self.device.forget(self._ended)
             self._ended.clear()
         self._busy = False
-        if self._inbox or len(plan.batch) or self._queue:
+        if self._inbox or worked or self._queue:
             self._wake()
         else:
-            self._sleep()
+            self._sleep(plan.next_deadline_ns)
 
-    def _sleep(self) -> None:
+    def _sleep(self, deadline_ns: int | None) -> None:
+        """Nothing runs, and nothing has come in: as `runtime.instance`, until something does, or time is up."""
         self._alarm += 1
-        deadline_ns = self.engine.next_deadline_ns()
         waits = [] if deadline_ns is None else [self._world_delay(deadline_ns)]
         if self.engine.requests:
             waits.append(_TICK_NS)

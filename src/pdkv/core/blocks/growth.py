@@ -8,9 +8,9 @@ single calls cannot show they are served together; else each is served by the si
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from pdkv.core.blocks.boundaries import Boundaries
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from pdkv.core.scheduler.running import RunningSet
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class Step(msgspec.Struct, frozen=True, eq=False):
     """n running requests, past their prompt, that compute one more token each; arrays int64[n].
 
     They are ``numbers`` in running order, and their tables are ``rows`` of the stores. They have ``computed`` tokens;
@@ -68,8 +67,7 @@ class Step:
         return processed
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Due:
+class Due(msgspec.Struct, frozen=True, eq=False):
     """Which of n requests have something to do, bool[n, groups]: grow, drop their first blocks, register full ones.
 
     ``flags`` are these three, bool[3, n, groups].
@@ -99,8 +97,7 @@ class Due:
         return np.flatnonzero(self.flags.any(axis=(0, 2))).tolist()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Dropped:
+class Dropped(msgspec.Struct, frozen=True, eq=False):
     """Entries of block tables that are needed no more: of request ``number[i]`` in ``group[i]``; arrays [m]."""
 
     number: Int64Array

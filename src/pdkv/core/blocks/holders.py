@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from pdkv.core.blocks.tables import NULL_BLOCK, BlockTable
@@ -78,8 +79,7 @@ class Holder:
         return sum(int(np.count_nonzero(hold.table.ids)) for hold in self.groups)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Hit:
+class Hit(msgspec.Struct, frozen=True, eq=False):
     """A prefix that is cached: ``tokens`` of it, in ``blocks[group]`` (int32, null where the group needs no block).
 
     ``boundary`` is where the longest hit of a single group ends when that is beyond ``tokens``, else 0: a prefix that

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter as Multiset
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import overload
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -18,8 +18,7 @@ from pdkv.core.scheduler.request import Request, Status
 Columns = npt.NDArray[np.intp]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlanRows:
+class PlanRows(msgspec.Struct, frozen=True, eq=False):
     """What a plan computes, in running order: ``tokens[i]`` tokens of ``requests[i]`` from ``start[i]`` on.
 
     Arrays have n entries. ``known`` tokens it had when the plan was made, the last of them ``last_token``. ``beyond``
@@ -36,7 +35,7 @@ class PlanRows:
     known: Int64Array
     last_token: Int64Array
     beyond: Int64Array
-    drafts: list[Int32Array] = field(default_factory=list)
+    drafts: list[Int32Array] = []
 
     def __len__(self) -> int:
         return len(self.requests)
