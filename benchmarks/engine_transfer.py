@@ -12,7 +12,8 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,13 +219,13 @@ class Transfers:
     def push(self, pairs: Pairs) -> Moved:
         """D has registered before P finishes; P's announcement begins the READ."""
         transfer_id = secrets.token_hex(16)
-        told = self._registered(Register(transfer_id, self.peer.engine_id), pairs)
-        assert isinstance(told.message, Announce)
-        source = RemoteSource(peer=told.peer, request_id=told.message.request_id, grant=told.message.grant)
-        self.consumer.control.submit(self.consumer.plan_read(source, pairs.local))
-        ended_s = self._wait(source)
-        finished_s = self.producer.answer()["finished_s"]
-        return Moved(ended_s - finished_s, ended_s - finished_s)
+        with self._finishing(Register(transfer_id, self.peer.engine_id), pairs) as (told, finished):
+            if not isinstance(told.message, Announce):
+                raise RuntimeError(f"P announces nothing: {told.message}")
+            source = RemoteSource(peer=told.peer, request_id=told.message.request_id, grant=told.message.grant)
+            self.consumer.control.submit(self.consumer.plan_read(source, pairs.local))
+            ended_s = self._wait(source)
+        return Moved(ended_s - finished["finished_s"], ended_s - finished["finished_s"])
 
     def write(self, pairs: Pairs) -> Moved:
         """D has granted its blocks before P finishes; P writes them and tells D."""
@@ -233,22 +234,29 @@ class Transfers:
         message = RegisterWrite(
             transfer_id=secrets.token_hex(16), producer=self.peer.engine_id, consumer=self.consumer.peer, grant=grant
         )
-        told = self._registered(message, pairs)
-        ended_s = time.perf_counter()
-        if told.message != Written(grant.nonce, grant.grant_id, len(pairs.local) * self.block_bytes):
-            raise RuntimeError(f"the WRITE failed: {told.message}")
-        finished_s = self.producer.answer()["finished_s"]
-        return Moved(ended_s - finished_s, ended_s - finished_s)
+        with self._finishing(message, pairs) as (told, finished):
+            ended_s = time.perf_counter()
+            if told.message != Written(grant.nonce, grant.grant_id, len(pairs.local) * self.block_bytes):
+                raise RuntimeError(f"the WRITE failed: {told.message}")
+        return Moved(ended_s - finished["finished_s"], ended_s - finished["finished_s"])
 
-    def _registered(self, message: Register | RegisterWrite, pairs: Pairs) -> FromProducer:
-        """P finishes when it has heard ``message``; what it tells then."""
+    @contextmanager
+    def _finishing(
+        self, message: Register | RegisterWrite, pairs: Pairs
+    ) -> Iterator[tuple[FromProducer, dict[str, float]]]:
+        """P finishes when it has heard ``message``: what it tells D then, and what it answers us, which is there
+        afterwards (however that ends: the next question must not get this answer)."""
         self.consumer.submit(
             messages=(SendMessage(self.peer, message),), keepalives=(Keepalive(self.peer, (), awaited=True),)
         )
         self.producer.send({"do": "finish", "blocks": pairs.remote, "transfer_id": message.transfer_id})
-        told = self.consumer.wait(FromProducer, _TIMEOUT_S)
-        assert isinstance(told, FromProducer)
-        return told
+        finished: dict[str, float] = {}
+        try:
+            told = self.consumer.wait(FromProducer, _TIMEOUT_S)
+            assert isinstance(told, FromProducer)
+            yield told, finished
+        finally:
+            finished.update(self.producer.answer())
 
     def _granted(self, blocks: Sequence[int]) -> tuple[RemoteSource, float]:
         answer = self.producer.ask(do="finish", blocks=blocks)

@@ -9,21 +9,19 @@ is the median over pairs of the same round (higher: pdkv is faster); those that 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
 import sys
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import measure
 import pd_legs
-from children import PYTHONPATH, ChildFailed, Engine
-from report import machine, say
-from workload import paired_ratio, summary
+from children import PYTHONPATH, Engine
+from report import add_output_options, machine, main, say
+from workload import paired_ratio, percentile, summary
 
 TRANSFER = {
     "block_bytes": 737_280,  # 16 tokens of SmolLM2-135M in fp32: all layers, K and V
@@ -62,7 +60,7 @@ def transfers(args: argparse.Namespace, log_dir: Path) -> dict[str, Any]:
                 rate = child.do(way)
                 if rate is not None:
                     runs[way].append(rate / 1e9)
-        submits_ms = sorted(child.do("submits", reads=args.transfer_rounds))
+        submits_ms = child.do("submits", reads=args.transfer_rounds)
         facts = child.facts
     finally:
         child.close()
@@ -70,8 +68,8 @@ def transfers(args: argparse.Namespace, log_dir: Path) -> dict[str, Any]:
     result["submit_ms"] = {
         "calls": len(submits_ms),
         "p50": statistics.median(submits_ms),
-        "p99": submits_ms[int(0.99 * (len(submits_ms) - 1))],
-        "max": submits_ms[-1],
+        "p99": percentile(submits_ms, 99),
+        "max": max(submits_ms),
         "bar_p99": SUBMIT_P99_BAR_MS,
     }
     vs_nixl = paired_ratio(runs["pdkv"], runs["bare_nixl"]) if runs["bare_nixl"] else None
@@ -134,8 +132,7 @@ def medians(ratios: dict[str, Any], names: dict[str, float]) -> dict[str, float 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Options; ``--quick`` sets fewer rounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    add_output_options(parser)
     parser.add_argument("--peer-python", metavar="PATH", help="an interpreter that has vllm: measure it as well")
     parser.add_argument("--peer-compile", action="store_true", help="let the peer compile its model (default: eager)")
     parser.add_argument("--quick", action="store_true", help="two rounds, short decodes: a check, not a figure")
@@ -144,7 +141,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--transport", default="auto", help="auto, nixl or shm")
     parser.add_argument("--no-bf16", action="store_true", help="leave the bf16-stored weights out")
-    parser.add_argument("--log-dir", type=Path, help="keep the children's logs here")
     parser.add_argument("--only", action="append", choices=_PARTS, help="only this part; may be repeated")
     parser.add_argument(
         "--figures", nargs="+", choices=measure.FIGURES, default=measure.FIGURES, help="of the compute part, only these"
@@ -228,22 +224,5 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Measure and print."""
-    args = parse()
-    with tempfile.TemporaryDirectory(prefix="pdkv-bench-") as directory:
-        try:
-            log_dir = args.log_dir or Path(directory)
-            log_dir.mkdir(parents=True, exist_ok=True)
-            result = run(args, log_dir)
-        except ChildFailed as error:
-            print(error, file=sys.stderr)
-            return 1
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
-    print(json.dumps(result, indent=1) if args.json else table(result))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse(), run, table))

@@ -11,17 +11,15 @@ the grant goes to D by a pipe: in `serve` the router's HTTP answer and request t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from children import PYTHONPATH, ChildFailed, Engine
-from report import machine, say
-from workload import paired_ratio, summary
+from children import PYTHONPATH, Engine
+from report import add_output_options, machine, main, say
+from workload import paired_ratio, percentile, summary
 
 MODES = ("pull", "push", "write")
 SHAPES = ("scattered", "contiguous")
@@ -94,14 +92,10 @@ def report(rates: Rates, latencies: Latencies) -> dict[str, Any]:
             for transport, shapes in rates.items()
         },
         "added_latency_ms": {
-            transport: {mode: {"p95": _p95(of), **summary(of)} for mode, of in modes.items()}
+            transport: {mode: {"p95": percentile(of, 95), **summary(of)} for mode, of in modes.items()}
             for transport, modes in latencies.items()
         },
     }
-
-
-def _p95(values: list[float]) -> float:
-    return sorted(values)[int(0.95 * (len(values) - 1))]
 
 
 def table(result: dict[str, Any]) -> str:
@@ -131,13 +125,11 @@ def table(result: dict[str, Any]) -> str:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    add_output_options(parser)
     parser.add_argument("--rounds", type=int, default=30, help="rounds (default 30)")
     parser.add_argument("--transport", action="append", choices=TRANSPORTS, help="only this one; may be repeated")
     parser.add_argument("--latency-blocks", type=int, default=2, help="blocks of the small prompt (default 2)")
     parser.add_argument("--latency-requests", type=int, default=10, help="small prompts of a round (default 10)")
-    parser.add_argument("--log-dir", type=Path, help="keep the children's logs here")
     return parser.parse_args()
 
 
@@ -161,22 +153,5 @@ def run(args: argparse.Namespace, log_dir: Path) -> dict[str, Any]:
     return result
 
 
-def main() -> int:
-    """Measure and print."""
-    args = parse()
-    with tempfile.TemporaryDirectory(prefix="pdkv-bench-") as directory:
-        log_dir = args.log_dir or Path(directory)
-        log_dir.mkdir(parents=True, exist_ok=True)
-        try:
-            result = run(args, log_dir)
-        except ChildFailed as error:
-            print(f"{error}\nwhere NIXL has no wheel: --transport shm", file=sys.stderr)
-            return 1
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
-    print(json.dumps(result, indent=1) if args.json else table(result))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse(), run, table, "where NIXL has no wheel: --transport shm"))

@@ -120,7 +120,7 @@ class Half:
         self.handles = 0
         self.control = Control(
             PeerIdentity(self.identity, dict(facts or FACTS)),
-            TransferMemory(self.pool, self.geometry, self.slots, 64),
+            TransferMemory(self.pool, self.slots, self.geometry, 64),
             port=port,
             transport=transport,
             mover=mover,

@@ -106,6 +106,11 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": list(values)}
 
 
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The value that ``percent`` of 100 do not exceed."""
+    return sorted(values)[percent * (len(values) - 1) // 100]
+
+
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     """ours/theirs pair by pair: median, extremes, and the half-width of the middle half (the spread)."""
     ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))

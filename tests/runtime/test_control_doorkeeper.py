@@ -11,8 +11,9 @@ from benchmarks.plain_pool import plain
 from pdkv.core.engine import Identity
 from pdkv.core.transfer.messages import Done, Heartbeat
 from pdkv.core.transfer.proof import proof_key
-from pdkv.runtime.doorkeeper import Doorkeeper, PeerIdentity, TransferMemory, differing_facts
+from pdkv.runtime.doorkeeper import Doorkeeper, PeerIdentity, differing_facts
 from pdkv.runtime.shared_memory import SharedMemory
+from pdkv.runtime.transports.base import TransferMemory
 from pdkv.runtime.wire import Hello, HelloReply, PeerMemory, Refused, encode
 
 FACTS = {"model": "smol@ab12", "dtype": "float32"}
@@ -24,7 +25,7 @@ LEASE_NS = 1000
 def door() -> Iterator[Doorkeeper]:
     pool, slots = SharedMemory(16 * 64), SharedMemory(8 * 16)
     slots.array(np.uint64, (8, 2))[2] = (IDENTITY.nonce, 5)
-    memory = TransferMemory(pool, plain(16, 64), slots, 8)
+    memory = TransferMemory(pool, slots, plain(16, 64), 8)
     described = PeerMemory(geometry=plain(16, 64), num_slots=8)
     yield Doorkeeper(PeerIdentity(IDENTITY, FACTS), FACTS, memory, LEASE_NS, lambda: (described, 4))
     pool.close()

@@ -18,7 +18,7 @@ from pdkv.runtime.mover_channel import MoverChannel
 from pdkv.runtime.mover_process import MoverProcess
 from pdkv.runtime.mover_thread import MoverThread
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import LocalMemory
+from pdkv.runtime.transports.base import TransferMemory
 from pdkv.runtime.transports.shm import shm_offer
 from pdkv.runtime.wire import (
     Broken,
@@ -57,7 +57,7 @@ class Driven:
         )
 
     def _start_thread(self, transport: str) -> MoverChannel:
-        local = LocalMemory(pool=self.pool, slots=self.slots, geometry=plain(8, 64), num_slots=4)
+        local = TransferMemory(pool=self.pool, slots=self.slots, geometry=plain(8, 64), num_slots=4)
         return MoverThread(transport, "a", local)
 
     def memory(self, **changes: object) -> PeerMemory:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pdkv.runtime.mover import Mover
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import SLICE_BYTES, Copy, LocalMemory, Permit, Slice, TransportError
+from pdkv.runtime.transports.base import SLICE_BYTES, Copy, Permit, Slice, TransferMemory, TransportError
 from pdkv.runtime.wire import Cancel, Connect, Ended, FrameBuffer, PeerMemory, Post, Ready, decode_from_mover, pack
 
 BLOCK_BYTES = SLICE_BYTES // 2
@@ -101,7 +101,7 @@ class Bench:
         self.theirs = theirs
         self.sock.setblocking(False)
         slots = SharedMemory(4096)
-        memory = LocalMemory(slots, slots, plain(NUM_BLOCKS, BLOCK_BYTES), 4)
+        memory = TransferMemory(slots, slots, plain(NUM_BLOCKS, BLOCK_BYTES), 4)
         self.mover = Mover(theirs, self.transport, memory)
         self.frames = FrameBuffer()
         described = PeerMemory(geometry=plain(NUM_BLOCKS, BLOCK_BYTES), num_slots=4)
@@ -137,7 +137,7 @@ class Bench:
 def test_ready_is_said_first() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        memory = LocalMemory(SharedMemory(64), SharedMemory(64), plain(1, 64), 4)
+        memory = TransferMemory(SharedMemory(64), SharedMemory(64), plain(1, 64), 4)
         Mover(theirs, ScriptedTransport(), memory, closing=lambda: True).run()
         (frame,) = FrameBuffer().feed(ours.recv(4096))
         assert decode_from_mover(frame) == Ready(offer=None)

@@ -21,7 +21,7 @@ from pdkv.errors import FenceLost
 from pdkv.runtime import mover_thread
 from pdkv.runtime.mover_thread import MoverThread
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import Copy, LocalMemory
+from pdkv.runtime.transports.base import Copy, TransferMemory
 from pdkv.runtime.transports.shm import ShmTransport
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class Stuck(ShmTransport):
     """Hangs in `post` until ``freed``, as a call into a driver may."""
 
-    def __init__(self, memory: LocalMemory, freed: threading.Event) -> None:
+    def __init__(self, memory: TransferMemory, freed: threading.Event) -> None:
         super().__init__(memory)
         self._freed = freed
         self.entered = threading.Event()
@@ -49,8 +49,8 @@ class Unclosable(ShmTransport):
 
 
 @pytest.fixture
-def memory() -> Iterator[LocalMemory]:
-    local = LocalMemory(SharedMemory(8 * 64), SharedMemory(4 * 16), plain(8, 64), 4)
+def memory() -> Iterator[TransferMemory]:
+    local = TransferMemory(SharedMemory(8 * 64), SharedMemory(4 * 16), plain(8, 64), 4)
     yield local
     local.pool.close()
     local.slots.close()
@@ -68,7 +68,7 @@ def _movers() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("nixl", marks=needs_nixl)])
-def test_kill_ends_the_thread_at_once_and_may_be_repeated(memory: LocalMemory, transport: str) -> None:
+def test_kill_ends_the_thread_at_once_and_may_be_repeated(memory: TransferMemory, transport: str) -> None:
     before = _movers()
     mover = MoverThread(transport, "a", memory)
     mover.kill()  # perhaps before it is ready
@@ -77,7 +77,7 @@ def test_kill_ends_the_thread_at_once_and_may_be_repeated(memory: LocalMemory, t
     assert mover.pid is None
 
 
-def test_an_error_in_the_mover_ends_it_with_its_cause(memory: LocalMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_mover_ends_it_with_its_cause(memory: TransferMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: ShmTransport) -> None:
         raise ZeroDivisionError("a bug")
 
@@ -90,7 +90,7 @@ def test_an_error_in_the_mover_ends_it_with_its_cause(memory: LocalMemory, monke
     assert "a bug" in mover.reap()
 
 
-def test_a_transport_that_cannot_end_is_no_fence(memory: LocalMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_that_cannot_end_is_no_fence(memory: TransferMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mover_thread, "make_transport", lambda name, agent, local: Unclosable(local))
     mover = MoverThread("shm", "a", memory)
     for end in (mover.kill, mover.reap):
@@ -99,7 +99,7 @@ def test_a_transport_that_cannot_end_is_no_fence(memory: LocalMemory, monkeypatc
 
 
 @needs_nixl
-def test_an_agent_that_somebody_keeps_is_noticed(memory: LocalMemory) -> None:
+def test_an_agent_that_somebody_keeps_is_noticed(memory: TransferMemory) -> None:
     from pdkv.runtime.transports.nixl import NixlTransport
 
     transport = NixlTransport("a", memory)
@@ -117,7 +117,7 @@ def test_a_stuck_mover_stops_the_instance_and_keeps_the_memory(
     monkeypatch.setattr(mover_thread, "_END_TIMEOUT_S", 0.3)
     made: list[Stuck] = []
 
-    def make(name: str, agent: str, local: LocalMemory) -> Stuck:
+    def make(name: str, agent: str, local: TransferMemory) -> Stuck:
         made.append(Stuck(local, freed))
         return made[-1]
 

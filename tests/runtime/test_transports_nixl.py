@@ -14,7 +14,7 @@ from tests.runtime.kv_model import laid_out, meant
 
 from pdkv.runtime.geometry import Geometry
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import LocalMemory, Permit, Slice, TransportError
+from pdkv.runtime.transports.base import Permit, Slice, TransferMemory, TransportError
 from pdkv.runtime.transports.segments import Mapping
 from pdkv.runtime.wire import PeerMemory
 
@@ -36,13 +36,13 @@ class Two:
         rng = np.random.default_rng(0)
         self.kv = meant(THEIRS, rng)
         self.peer, self.own = (
-            LocalMemory(SharedMemory(pool.nbytes), SharedMemory(64), pool, 4) for pool in (THEIRS, OURS)
+            TransferMemory(SharedMemory(pool.nbytes), SharedMemory(64), pool, 4) for pool in (THEIRS, OURS)
         )
         self.theirs = NixlTransport("theirs", self.peer)
         self.ours: Any = NixlTransport("ours", self.own)
         self.ours.connect("p", PeerMemory(geometry=THEIRS, num_slots=4, nixl=self.theirs.offer))
 
-    def bytes_of(self, memory: LocalMemory) -> Any:
+    def bytes_of(self, memory: TransferMemory) -> Any:
         return memory.pool.array(np.uint8, memory.pool.nbytes)  # type: ignore[union-attr]
 
     def slices(self, *, writes: bool = False) -> list[Slice]:

@@ -14,22 +14,22 @@ from benchmarks.plain_pool import plain
 
 from pdkv.errors import DoesNotFit
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import Copy, LocalMemory, Slice, TransportError
+from pdkv.runtime.transports.base import Copy, Slice, TransferMemory, TransportError
 from pdkv.runtime.transports.shm import ShmTransport, shm_offer
 from pdkv.runtime.wire import PeerMemory
 
 
 @pytest.fixture
-def local() -> Iterator[LocalMemory]:
-    memory = LocalMemory(SharedMemory(8 * 64), SharedMemory(4 * 16), plain(8, 64), 4)
+def local() -> Iterator[TransferMemory]:
+    memory = TransferMemory(SharedMemory(8 * 64), SharedMemory(4 * 16), plain(8, 64), 4)
     yield memory
     memory.pool.close()
     memory.slots.close()
 
 
 @pytest.fixture
-def remote() -> Iterator[LocalMemory]:
-    memory = LocalMemory(SharedMemory(8 * 64), SharedMemory(4 * 16), plain(8, 64), 4)
+def remote() -> Iterator[TransferMemory]:
+    memory = TransferMemory(SharedMemory(8 * 64), SharedMemory(4 * 16), plain(8, 64), 4)
     memory.pool.array(np.uint8, 512)[:] = np.arange(512) % 251
     memory.slots.array(np.uint64, (4, 2))[2] = (2**64 - 1, 12)
     yield memory
@@ -37,7 +37,7 @@ def remote() -> Iterator[LocalMemory]:
     memory.slots.close()
 
 
-def offered(memory: LocalMemory, **changes: object) -> PeerMemory:
+def offered(memory: TransferMemory, **changes: object) -> PeerMemory:
     shm = msgspec.structs.replace(shm_offer(memory.pool, memory.slots), **changes)
     return PeerMemory(geometry=plain(8, 64), num_slots=4, shm=shm)
 
@@ -48,7 +48,7 @@ def posted(transport: ShmTransport, *segments: tuple[int, int, int]) -> Copy:
     return copy
 
 
-def test_segments_and_slots_are_copied(local: LocalMemory, remote: LocalMemory) -> None:
+def test_segments_and_slots_are_copied(local: TransferMemory, remote: TransferMemory) -> None:
     transport = ShmTransport(local)
     transport.connect("p", offered(remote))
     transport.check_peer("p")
@@ -67,7 +67,7 @@ def test_segments_and_slots_are_copied(local: LocalMemory, remote: LocalMemory) 
 
 @pytest.mark.parametrize("segment", [(500, 0, 13), (0, 500, 13)])
 def test_segments_outside_a_pool_are_refused(
-    local: LocalMemory, remote: LocalMemory, segment: tuple[int, int, int]
+    local: TransferMemory, remote: TransferMemory, segment: tuple[int, int, int]
 ) -> None:
     transport = ShmTransport(local)
     transport.connect("p", offered(remote))
@@ -87,7 +87,7 @@ def test_segments_outside_a_pool_are_refused(
     ids=["host", "process", "descriptor", "file"],
 )
 def test_what_is_not_the_announced_file_is_refused(
-    local: LocalMemory, remote: LocalMemory, changes: dict[str, object], text: str
+    local: TransferMemory, remote: TransferMemory, changes: dict[str, object], text: str
 ) -> None:
     transport = ShmTransport(local)
     with pytest.raises(TransportError, match=text):
@@ -98,13 +98,13 @@ def test_what_is_not_the_announced_file_is_refused(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_smaller_file_than_announced_is_refused(local: LocalMemory, remote: LocalMemory) -> None:
+def test_a_smaller_file_than_announced_is_refused(local: TransferMemory, remote: TransferMemory) -> None:
     memory = msgspec.structs.replace(offered(remote), geometry=plain(9, 64))
     with pytest.raises(TransportError, match="512 bytes, 576 were announced"):
         ShmTransport(local).connect("p", memory)
 
 
-def test_a_dead_peer_is_seen_before_a_read(local: LocalMemory, remote: LocalMemory) -> None:
+def test_a_dead_peer_is_seen_before_a_read(local: TransferMemory, remote: TransferMemory) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(remote.pool.fd, remote.slots.fd)
     )
@@ -119,7 +119,7 @@ def test_a_dead_peer_is_seen_before_a_read(local: LocalMemory, remote: LocalMemo
     transport.close()
 
 
-def test_a_mapping_for_reading_cannot_be_written(remote: LocalMemory) -> None:
+def test_a_mapping_for_reading_cannot_be_written(remote: TransferMemory) -> None:
     view = SharedMemory.attach(os.dup(remote.pool.fd), 512, writable=False)
     array = view.array(np.uint8, 512)
     with pytest.raises(ValueError, match="read-only"):
@@ -128,7 +128,7 @@ def test_a_mapping_for_reading_cannot_be_written(remote: LocalMemory) -> None:
     view.close()
 
 
-def test_the_file_cannot_shrink_under_a_reader(remote: LocalMemory) -> None:
+def test_the_file_cannot_shrink_under_a_reader(remote: TransferMemory) -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(remote.pool.fd, 10)
     loose = os.memfd_create("loose")

@@ -42,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise socket.gaierror(-2, "Name or service not known")
         return known[name]
 
-    monkeypatch.setattr(peer_names.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     return names
 
 

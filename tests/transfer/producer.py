@@ -1,6 +1,6 @@
 """Child process: a producer's half of a transfer, that can be stopped and killed whole. Lives until its stdin closes.
 
-python -m tests.transfer.producer NAME TRANSPORT MOVER NUM_BLOCKS BLOCK_BYTES
+python -m tests.transfer.producer NAME TRANSPORT NUM_BLOCKS BLOCK_BYTES
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import sys
 from benchmarks.transfer_half import Half
 
 
-def main(name: str, transport: str, mover: str, num_blocks: int, block_bytes: int) -> None:
+def main(name: str, transport: str, num_blocks: int, block_bytes: int) -> None:
     """Start, say who and where, and wait."""
-    half = Half(name, transport=transport, mover=mover, num_blocks=num_blocks, bytes_per_block=block_bytes)  # type: ignore[arg-type]
+    half = Half(name, transport=transport, mover="process", num_blocks=num_blocks, bytes_per_block=block_bytes)
     half.start()
     identity = half.identity
     facts = {
@@ -29,4 +29,4 @@ def main(name: str, transport: str, mover: str, num_blocks: int, block_bytes: in
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:]))  # type: ignore[arg-type]
+    main(*sys.argv[1:3], *map(int, sys.argv[3:]))  # type: ignore[arg-type]

@@ -68,9 +68,9 @@ class Producer(ABC):
 class ProducerProcess(Producer):
     """A `tests.transfer.producer` and its mover."""
 
-    def __init__(self, name: str, transport: str, mover: str) -> None:
+    def __init__(self, name: str, transport: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.transfer.producer", name, transport, mover, str(BLOCKS), str(BLOCK_BYTES)],
+            [sys.executable, "-m", "tests.transfer.producer", name, transport, str(BLOCKS), str(BLOCK_BYTES)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -156,7 +156,7 @@ def real(transport: str, mover: str) -> Readers:
     producers: list[ProducerProcess] = []
 
     def start() -> ProducerProcess:
-        producers.append(ProducerProcess(f"producer{len(producers)}", transport, "process"))
+        producers.append(ProducerProcess(f"producer{len(producers)}", transport))
         return producers[-1]
 
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import socket
 from collections.abc import Callable
 
 import numpy as np
@@ -22,6 +21,7 @@ from pdkv.layout.capacity import Capacity
 from pdkv.layout.dtypes import resolve_kv_dtype
 from pdkv.layout.groups import RankLayout, group_layers
 from pdkv.models.spec import LayerKind, LayerSpec
+from pdkv.runtime.addresses import address_of
 from pdkv.runtime.block_hash import block_hash
 from pdkv.runtime.control import Control, PeerIdentity, TransferMemory, available_transport
 from pdkv.runtime.executor import Executor
@@ -180,7 +180,7 @@ class InstanceMemory:
     @property
     def transfer(self) -> TransferMemory:
         """The same memory as the mover and the peers see it."""
-        return TransferMemory(self.pool.memory, self.pool.geometry(self._heads), self.slots, self.num_slots)
+        return TransferMemory(self.pool.memory, self.slots, self.pool.geometry(self._heads), self.num_slots)
 
     def close(self) -> None:
         """Give it back; nothing may transfer any more."""
@@ -246,7 +246,7 @@ def _assemble(
     instance.info = dataclasses.replace(
         info, transport=control.transport, side_channel_port=control.port, without_nixl=control.without_nixl
     )
-    here = own_address(info.side_channel_host)
+    here = address_of(info.side_channel_host)
     # Another process writes into a GPU's memory by itself (CUDA IPC), and nothing that ends here would stop it.
     if here is not None and isinstance(memory.pool.memory, SharedMemory):
         engine.accept_writes(Peer(info.engine_id, here, control.port))
@@ -254,15 +254,6 @@ def _assemble(
     if ranks is not None:
         ranks.watch(instance.fail)
     return instance
-
-
-def own_address(host: str) -> str | None:
-    """An address for ``host``, for peers take no names; ``None`` when it has none."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return None
-    return str(min(found, key=lambda entry: entry[0] is not socket.AF_INET)[4][0])
 
 
 def instance_info(

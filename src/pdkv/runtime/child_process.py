@@ -1,13 +1,19 @@
-"""What all our child processes share: an environment in which they find pdkv, and words for how they ended."""
+"""What all our child processes share: how they start, in what environment, and words for how they ended."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pdkv
+
+Child = tuple[subprocess.Popen[bytes], socket.socket]
 
 LAST_LINES = 20
 """Of its log that a dead child is shown with."""
@@ -18,6 +24,28 @@ def environment(**changes: str) -> dict[str, str]:
     root = str(Path(pdkv.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, **changes}
+
+
+def spawn(module: str, *, pass_fds: Sequence[int] = (), environ: Mapping[str, str], **streams: Any) -> Child:
+    """Start ``python -m module FD PARENT_PID``: the process, and our end of the socket whose other end is its ``FD``.
+
+    ``environ`` are changes of `environment`, ``streams`` those of `subprocess.Popen`; stdin is empty.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        process: subprocess.Popen[bytes] = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=(theirs.fileno(), *pass_fds),
+            stdin=subprocess.DEVNULL,
+            env=environment(**environ),
+            **streams,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, ours
 
 
 def ending(code: int | None) -> str:

@@ -18,50 +18,35 @@ import msgspec
 import zmq
 
 from pdkv.core.ports import (
-    FromConsumer,
     FromProducer,
     InboxItem,
     Keepalive,
     PeerLost,
     PeerMet,
     Plan,
-    Reply,
     Revoked,
     SendMessage,
 )
-from pdkv.core.transfer.messages import Announce, Gone, Heartbeat, Register, RegisterWrite, ToProducer
+from pdkv.core.transfer.messages import Announce, Gone, RegisterWrite
 from pdkv.errors import ConfigError, FenceLost
-from pdkv.runtime.doorkeeper import Doorkeeper, PeerIdentity, TransferMemory
+from pdkv.runtime.doorkeeper import Doorkeeper, PeerIdentity
 from pdkv.runtime.grant_fences import GrantFences
 from pdkv.runtime.mover_host import MoverHost, MoverKind
 from pdkv.runtime.moves import Moves
 from pdkv.runtime.peer_auth import door_for
-from pdkv.runtime.peer_link import endpoint
 from pdkv.runtime.peers import Peers
+from pdkv.runtime.side_channel import FRAMES_PER_TURN, SideChannel, bind, port_of
 from pdkv.runtime.transfer_stats import TransferStats
+from pdkv.runtime.transports.base import TransferMemory
 from pdkv.runtime.transports.shm import CPU_ONLY
-from pdkv.runtime.wire import (
-    MAX_FRAME_BYTES,
-    SEAL_BYTES,
-    WIRE_VERSION,
-    Answer,
-    BadFrame,
-    Hello,
-    MemoryKind,
-    Opened,
-    Question,
-    Refused,
-    encode,
-)
+from pdkv.runtime.wire import WIRE_VERSION, MemoryKind
 
 log = logging.getLogger("pdkv.control")
 
 __all__ = ["Control", "PeerIdentity", "TransferMemory", "TransferStats", "available_transport"]
 
-_FRAMES_PER_TURN = 64  # one noisy socket must not keep the thread from the others
 _START_TIMEOUT_S = 120.0
 _CLOSE_TIMEOUT_S = 20.0
-_MAX_DEFERRED = 1024  # questions kept while the mover starts
 _POLL_LIMIT_S = 1.0
 
 
@@ -140,7 +125,6 @@ class Control:
         self._fence_lost: FenceLost | None = None
         self._submitted: deque[Plan] = deque()
         self._standing: tuple[tuple[Keepalive, ...], tuple[Revoked, ...]] = (), ()  # of the plan submitted last
-        self._deferred: list[tuple[bytes, Hello]] = []
         self._closing = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
@@ -232,7 +216,8 @@ class Control:
 
     def _serve(self, context: zmq.Context[zmq.Socket[bytes]], started: Future[None]) -> None:
         try:
-            router = self._bind(context)
+            router = bind(context, self.host, self.port)
+            self.port = port_of(router)
             self.transport = self._mover.begin(self.transport, fallback=self._fallback, closing=lambda: self._closing)
             self._set_up(context, router)
         except BaseException as error:
@@ -240,21 +225,6 @@ class Control:
             return
         started.set_result(None)
         self._loop(router)
-
-    def _bind(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-        router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + SEAL_BYTES)
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.IPV6, int(":" in self.host))
-        try:
-            router.bind(endpoint(self.host, self.port if self.port else "*"))
-        except (zmq.ZMQError, OverflowError) as error:
-            raise ConfigError(
-                f"the KV side channel cannot listen on {self.host}:{self.port} ({error}): "
-                "stop what uses it, or choose another address with --side-channel-host / --side-channel-port"
-            ) from error
-        self.port = int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
-        return router
 
     def _set_up(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes]) -> None:
         facts = {**self._identity.facts, "wire": WIRE_VERSION, "transport": self.transport}
@@ -284,7 +254,14 @@ class Control:
             moves=self._moves,
             deliver=self._deliver,
         )
-        self._router = router
+        self._asked = SideChannel(
+            router=router,
+            door=self._door,
+            doorkeeper=self._doorkeeper,
+            stats=self._stats,
+            deliver=self._deliver,
+            now_ns=self._now_ns,
+        )
 
     def _loop(self, router: zmq.Socket[bytes]) -> None:
         while not self._closing:
@@ -318,10 +295,10 @@ class Control:
         while self._submitted:
             self._carry_out(self._submitted.popleft())
         if router in ready:
-            self._answer_turn(router)
+            self._asked.turn(mover_ready=self._mover.ready)
         for link in links:
             if link.socket in ready:
-                for told in self._peers.hear(link, _FRAMES_PER_TURN, self._now_ns()):
+                for told in self._peers.hear(link, FRAMES_PER_TURN, self._now_ns()):
                     self._stats.announcements_received += isinstance(told, Announce)
                     self._stats.gone_received += isinstance(told, Gone)
                     self._deliver(FromProducer(told, link.peer))
@@ -346,7 +323,7 @@ class Control:
             self._fences.mover_lost()
         self._fences.take(plan, now_ns)
         self._peers.send(tuple(map(self._stamped, plan.messages)), now_ns)
-        self._reply(plan.replies)
+        self._asked.reply(plan.replies)
         self._peers.keep_alive(plan.keepalives, now_ns)
         for keepalive in plan.keepalives:
             if keepalive.awaited and isinstance(link := self._peers.link(keepalive.peer, now_ns), str):
@@ -375,68 +352,7 @@ class Control:
             self._fences.mover_lost()
         elif self._mover.ready and not was_ready:
             self._moves.mover_ready(self._now_ns())
-            deferred, self._deferred = self._deferred, []
-            for sender, question in deferred:
-                self._answer(sender, question)
-
-    def _answer_turn(self, router: zmq.Socket[bytes]) -> None:
-        for _ in range(_FRAMES_PER_TURN):
-            try:
-                parts = router.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            try:
-                if len(parts) != 2:
-                    raise BadFrame(f"{len(parts) - 1} parts")
-                question = self._door.receive(parts[0], parts[1])
-            except BadFrame as error:
-                self._stats.dropped_frames += 1
-                log.debug("side channel: dropped a frame: %s", error)
-                continue
-            if isinstance(question, Opened | Refused):
-                self._stats.refusals += isinstance(question, Refused)
-                self._send_frame(parts[0], encode(question))
-                continue
-            if isinstance(question, Hello) and not self._mover.ready:
-                if len(self._deferred) < _MAX_DEFERRED:
-                    self._deferred.append((parts[0], question))  # what can be read is not known before
-                continue
-            self._answer(parts[0], question)
-
-    def _answer(self, sender: bytes, question: Question) -> None:
-        now_ns = self._now_ns()
-        answer = self._doorkeeper.answer(question)
-        self._stats.refusals += isinstance(answer, Refused)
-        if isinstance(answer, ToProducer):
-            self._stats.heartbeats_received += isinstance(answer, Heartbeat)
-            self._stats.registrations_received += isinstance(answer, Register | RegisterWrite)
-            self._deliver(FromConsumer(answer, now_ns, sender))
-        else:
-            self._send_answer(sender, answer)
-
-    def _reply(self, replies: tuple[Reply, ...]) -> None:
-        """To consumers that have registered; one whose connection is gone registers again."""
-        for reply in replies:
-            sent = self._send_answer(reply.origin, reply.message)
-            self._stats.lost_messages += not sent
-            self._stats.announcements_sent += sent and isinstance(reply.message, Announce)
-            self._stats.gone_sent += sent and isinstance(reply.message, Gone)
-
-    def _send_answer(self, sender: bytes, answer: Answer) -> bool:
-        """Whether the socket took it."""
-        try:
-            return self._send_frame(sender, self._door.frame(sender, answer))
-        except BadFrame as error:
-            log.debug("side channel: an answer was not sent: %s", error)
-            return False
-
-    def _send_frame(self, sender: bytes, frame: bytes) -> bool:
-        try:
-            self._router.send_multipart([sender, frame], zmq.DONTWAIT)
-        except zmq.ZMQError as error:
-            log.debug("side channel: an answer was not sent: %s", error)
-            return False
-        return True
+            self._asked.answer_deferred()
 
     def _deliver(self, item: InboxItem) -> None:
         try:

@@ -11,10 +11,8 @@ import numpy as np
 from pdkv.core.engine import Identity
 from pdkv.core.transfer.messages import Heartbeat, ToProducer
 from pdkv.core.transfer.proof import proof_key
-from pdkv.runtime.device_memory import DeviceMemory
-from pdkv.runtime.geometry import Geometry
-from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.shown import quoted, readable
+from pdkv.runtime.transports.base import TransferMemory
 from pdkv.runtime.wire import Answer, Hello, HelloReply, PeerMemory, Question, Refused
 
 _SHOWN_FACTS = 20  # of a list that a stranger sent
@@ -28,19 +26,6 @@ class PeerIdentity:
 
     core: Identity
     facts: dict[str, str]
-
-
-@dataclass(frozen=True)
-class TransferMemory:
-    """What peers read and what READs fill: the pool, and the lease slots (little-endian uint64[num_slots, 2]).
-
-    The pool's memory is that of all ranks, as ``geometry`` says.
-    """
-
-    pool: SharedMemory | DeviceMemory
-    geometry: Geometry
-    slots: SharedMemory
-    num_slots: int
 
 
 def differing_facts(our_name: str, ours: Mapping[str, str], their_name: str, theirs: Mapping[str, str]) -> str | None:

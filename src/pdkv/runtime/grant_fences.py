@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdkv.core.ports import GrantsFenced, InboxItem, Plan, Revoked
-from pdkv.runtime.doorkeeper import TransferMemory
 from pdkv.runtime.mover_host import MoverHost
 from pdkv.runtime.moves import Moves
 from pdkv.runtime.transports import grant_locks
+from pdkv.runtime.transports.base import TransferMemory
 
 log = logging.getLogger("pdkv.control")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import numpy as np
 import torch
@@ -86,15 +87,16 @@ class KvPool:
 
     @classmethod
     def attach(
-        cls, memory: SharedMemory, rank: int, ranks: int, shape: tuple[int, int, int, int, int, int], dtype: torch.dtype
+        cls, fd: int, rank: int, ranks: int, shape: tuple[int, int, int, int, int, int], dtype: torch.dtype
     ) -> KvPool:
-        """Rank ``rank``'s part of memory that rank 0 has made, mapped in another process. Takes ``memory`` over.
+        """Rank ``rank``'s part of memory that rank 0 has made, mapped in another process. Takes ``fd`` over.
 
         ``shape`` is that of the tensor. Raises ValueError when the memory is not that of ``ranks`` such parts.
         """
-        nbytes = cls.nbytes_of(shape, dtype)
-        if memory.nbytes != ranks * nbytes:
-            raise ValueError(f"a KV pool of {memory.nbytes} bytes is not one of {ranks} ranks with {nbytes} bytes each")
+        nbytes, there = ranks * cls.nbytes_of(shape, dtype), os.fstat(fd).st_size
+        if there != nbytes:
+            raise ValueError(f"a KV pool of {there} bytes; {ranks} ranks of shape {shape} have {nbytes} bytes")
+        memory = SharedMemory.attach(fd, nbytes)
         return cls(_part(memory, rank, shape, dtype), memory, ranks)
 
     @staticmethod

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from pdkv.runtime.geometry import unlike
 from pdkv.runtime.parent_death import die_with_parent
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Permit, Slice, Transport, TransportError
+from pdkv.runtime.transports.base import SLOT_BYTES, Copy, Permit, Slice, TransferMemory, Transport, TransportError
 from pdkv.runtime.transports.segments import Mapping
 from pdkv.runtime.wire import (
     Broken,
@@ -96,7 +96,7 @@ class Mover:
         self,
         sock: socket.socket,
         transport: Transport,
-        memory: LocalMemory,
+        memory: TransferMemory,
         *,
         closing: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -185,7 +185,7 @@ class Mover:
             if permit is None:
                 move.last = self._transport.prepare_slot(post.peer, post.slot)
         except TransportError as error:
-            self._end(move, None, str(error))
+            self._end(move, error=str(error))
         else:
             self._moves.append(move)
 
@@ -266,18 +266,13 @@ class Mover:
     def _end_if_over(self, move: _Move) -> bool:
         if move.posted or not (move.complete or move.stop is not None):
             return False
-        if move.stop is not None:
-            self._end(move, None, move.stop)
-        elif move.last is not None:
-            self._end(move, self._transport.slot_value(move.last), None)
-        else:
-            assert move.permit is not None
-            self._end(move, move.permit.words, None)
+        last = None if move.stop is not None else move.last
+        self._end(move, slot=None if last is None else self._transport.slot_value(last), error=move.stop)
         return True
 
-    def _end(self, move: _Move, slot: tuple[int, int] | None, error: str | None) -> None:
+    def _end(self, move: _Move, *, slot: tuple[int, int] | None = None, error: str | None) -> None:
         """Report it. Nothing of it is under way any more; what was only prepared is let go."""
-        if slot is None:
+        if error is not None:
             for copy in [*(copy for copy, _ in move.prepared), *filter(None, (move.last,))]:
                 self._transport.discard(copy)
         seconds = time.monotonic() - move.started_s
@@ -290,7 +285,7 @@ def _check_units(side: str, units: npt.NDArray[np.int32], whose: str, count: int
         raise TransportError(f"{side} block ids {units.min()}..{units.max()} outside the {whose}'s {count} blocks")
 
 
-def make_transport(name: str, agent: str, memory: LocalMemory) -> Transport:
+def make_transport(name: str, agent: str, memory: TransferMemory) -> Transport:
     """The transport ``nixl`` (its agent gets that name) or ``shm``. Raises `TransportError` if it cannot work here."""
     if name == "nixl":
         from pdkv.runtime.transports.nixl import NixlTransport
@@ -320,7 +315,7 @@ def main(argv: list[str]) -> int:
     start = _read_start(sock)
     if start is None:
         return 0
-    memory = LocalMemory(
+    memory = TransferMemory(
         pool=SharedMemory.attach(start.pool_fd, start.geometry.nbytes),
         slots=SharedMemory.attach(start.slots_fd, start.num_slots * SLOT_BYTES),
         geometry=start.geometry,

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from typing import Literal
 
 from pdkv.errors import ConfigError
-from pdkv.runtime.doorkeeper import TransferMemory
 from pdkv.runtime.mover_channel import MoverChannel
 from pdkv.runtime.mover_process import MoverProcess
 from pdkv.runtime.mover_thread import MoverThread
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.transfer_stats import TransferStats
-from pdkv.runtime.transports.base import LocalMemory
+from pdkv.runtime.transports.base import TransferMemory
 from pdkv.runtime.transports.shm import shm_offer
 from pdkv.runtime.wire import Broken, Ended, NixlOffer, PeerMemory, Ready, Serve, ShmOffer, Start, ToMover
 
@@ -214,7 +213,9 @@ class MoverHost:
         self.life += 1
         self._served_until_ns = 0
         agent = f"pdkv-{uuid.uuid4().hex}"
-        self._mover = self._new_thread(agent) if self._kind == "thread" else self._new_process(agent)
+        self._mover = (
+            MoverThread(self._transport, agent, self._memory) if self._kind == "thread" else self._new_process(agent)
+        )
 
     def _new_process(self, agent: str) -> MoverProcess:
         memory = self._memory
@@ -229,16 +230,6 @@ class MoverHost:
                 num_slots=memory.num_slots,
             )
         )
-
-    def _new_thread(self, agent: str) -> MoverThread:
-        memory = self._memory
-        local = LocalMemory(
-            pool=memory.pool,
-            slots=memory.slots,
-            geometry=memory.geometry,
-            num_slots=memory.num_slots,
-        )
-        return MoverThread(self._transport, agent, local)
 
     def _on_ready(self, message: Ready) -> None:
         self.ready = True

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
-import sys
 
-from pdkv.runtime.child_process import environment
+from pdkv.runtime.child_process import spawn
 from pdkv.runtime.mover_channel import MoverChannel
 from pdkv.runtime.wire import Start
 
@@ -18,19 +15,11 @@ class MoverProcess(MoverChannel):
     """One life of a mover. Must be started, used and killed by one thread: the mover dies with that thread."""
 
     def __init__(self, start: Start) -> None:
-        ours, theirs = socket.socketpair()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "pdkv.runtime.mover", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=(theirs.fileno(), start.pool_fd, start.slots_fd),
-                stdin=subprocess.DEVNULL,
-                env=environment(OPENBLAS_NUM_THREADS="1"),  # it computes nothing
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
+        self._process, ours = spawn(
+            "pdkv.runtime.mover",
+            pass_fds=(start.pool_fd, start.slots_fd),
+            environ={"OPENBLAS_NUM_THREADS": "1"},  # it computes nothing
+        )
         super().__init__(ours)
         self.send(start)
 

@@ -13,7 +13,7 @@ import traceback
 from pdkv.errors import FenceLost
 from pdkv.runtime.mover import Mover, make_transport
 from pdkv.runtime.mover_channel import MoverChannel
-from pdkv.runtime.transports.base import LocalMemory, Transport, TransportError
+from pdkv.runtime.transports.base import TransferMemory, Transport, TransportError
 from pdkv.runtime.wire import Broken, pack
 
 log = logging.getLogger("pdkv.control")
@@ -41,7 +41,7 @@ class MoverThread(MoverChannel):
     Unlike a mover process, one that crashes inside NIXL takes its instance along; peers see that as any dead peer.
     """
 
-    def __init__(self, transport: str, agent: str, memory: LocalMemory) -> None:
+    def __init__(self, transport: str, agent: str, memory: TransferMemory) -> None:
         ours, theirs = socket.socketpair()
         super().__init__(ours)
         self._memory = memory
@@ -139,7 +139,7 @@ class MoverThread(MoverChannel):
             faulthandler.cancel_dump_traceback_later()
 
 
-def _enter_device(memory: LocalMemory) -> None:
+def _enter_device(memory: TransferMemory) -> None:
     """UCX copies GPU memory in the CUDA context that is current on the calling thread: make it the pool's."""
     if memory.pool.kind == "VRAM":
         import torch

@@ -131,7 +131,7 @@ class Moves:
                 return
             self.stats.failed_transfers += 1
         del self._moves[message.handle]
-        if message.slot is not None:
+        if error is None:
             self.stats.finished(message.moved_bytes, message.seconds)
         self._report(move, message, error)
 

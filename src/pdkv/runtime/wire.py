@@ -299,7 +299,7 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     """Nothing of ``handle`` can touch the destination any more; the fields are those of `core.ports.ReadEnded`.
 
-    ``slot`` of a WRITE that has ended well are the words of its grant.
+    A WRITE reads no ``slot``.
     """
 
     handle: int
@@ -329,7 +329,7 @@ def decode_from_mover(frame: bytes) -> FromMover:
     return message
 
 
-def pack(message: ToMover | FromMover) -> bytes:
+def pack(message: msgspec.Struct) -> bytes:
     """The message with its length in front."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body

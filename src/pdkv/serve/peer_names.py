@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -15,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from pdkv.core.transfer.messages import Awaited, RemoteSource
+from pdkv.runtime.addresses import address_of
 
 _TIMEOUT_S = 5.0
 _KEEP_S = 30.0
@@ -66,10 +66,5 @@ def is_address(host: str) -> bool:
 
 
 def _look_up(name: str) -> str:
-    """An address of ``name``, of IPv4 if it has one; the name itself when it has none."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return name
-    found.sort(key=lambda entry: entry[0] is not socket.AF_INET)
-    return str(found[0][4][0])
+    """An address of ``name``; the name itself when it has none."""
+    return address_of(name) or name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 from collections.abc import Iterator
 
 import msgspec
@@ -14,7 +13,6 @@ from pdkv.core.ports import Batch
 from pdkv.errors import ConfigError, DoesNotFit, PdkvError, UnsupportedModel
 from pdkv.runtime.wire import FrameBuffer
 
-_LENGTH = struct.Struct("<I")
 _MOST_BYTES = 1 << 30  # a batch's block tables may be large
 _ERRORS: dict[str, type[PdkvError]] = {kind.__name__: kind for kind in (ConfigError, DoesNotFit, UnsupportedModel)}
 
@@ -60,17 +58,15 @@ class MakePool(msgspec.Struct, frozen=True, kw_only=True, tag="make_pool"):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """Run a batch; the arrays are those of `Batch`, as bytes. Not answered: the collectives keep the ranks together."""
+    """Run a batch: what a forward pass looks at of a `Batch`, the arrays as bytes. Not answered: the collectives keep
+    the ranks together.
+    """
 
-    rows: int
     num_scheduled: bytes
     num_computed: bytes
     tokens: bytes
     samples: bytes
     block_tables: bytes
-    group_tables: tuple[bytes, ...]
-    copies: bytes
-    num_drafts: bytes
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
@@ -78,10 +74,9 @@ class Here(msgspec.Struct, frozen=True, tag="here"):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
-    """What this rank has for KV, and what its weights take."""
+    """What this rank has for KV."""
 
     available_kv_bytes: int
-    weights_bytes: int
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -94,15 +89,8 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 ToRank = Begin | Profile | MakePool | Step
 FromRank = Here | Measured | Failed
 
-_encoder = msgspec.msgpack.Encoder()
 _to_rank = msgspec.msgpack.Decoder(ToRank)
 _from_rank = msgspec.msgpack.Decoder(FromRank)
-
-
-def pack(message: ToRank | FromRank) -> bytes:
-    """The message with its length in front."""
-    body = _encoder.encode(message)
-    return _LENGTH.pack(len(body)) + body
 
 
 def from_rank(frame: bytes) -> FromRank:
@@ -112,35 +100,30 @@ def from_rank(frame: bytes) -> FromRank:
 
 
 def step_of(batch: Batch) -> Step:
-    """A batch without pending tokens, as the other ranks get it."""
+    """A batch without pending tokens, of a model with one group of layers, as the other ranks get it."""
     assert not batch.pending.any(), "only rank 0 knows what was sampled"
+    assert not len(batch.copies), "no forward pass copies blocks"
     return Step(
-        rows=len(batch),
         num_scheduled=_bytes(batch.num_scheduled),
         num_computed=_bytes(batch.num_computed),
         tokens=_bytes(batch.tokens),
         samples=batch.samples.astype(np.bool_).tobytes(),
         block_tables=_bytes(batch.block_tables),
-        group_tables=tuple(_bytes(table) for table in batch.group_tables),
-        copies=_bytes(batch.copies),
-        num_drafts=_bytes(batch.num_drafts),
     )
 
 
 def batch_of(step: Step) -> Batch:
     """The batch that `step_of` was given; its rows have no names here."""
-    rows = step.rows
+    num_scheduled = _int32(step.num_scheduled)
+    rows = len(num_scheduled)
     return Batch(
         request_ids=("",) * rows,
-        num_scheduled=_int32(step.num_scheduled),
+        num_scheduled=num_scheduled,
         num_computed=_int32(step.num_computed),
         tokens=_int32(step.tokens),
         pending=np.zeros(rows, dtype=np.bool_),
         block_tables=_int32(step.block_tables).reshape(rows, -1),
         samples=np.frombuffer(step.samples, dtype=np.bool_),
-        group_tables=tuple(_int32(table).reshape(rows, -1) for table in step.group_tables),
-        copies=_int32(step.copies).reshape(-1, 2),
-        num_drafts=_int32(step.num_drafts),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import select
 import socket
 import subprocess
@@ -22,7 +21,7 @@ import torch
 
 from pdkv.core.ports import Batch
 from pdkv.errors import PdkvError, RankFailed
-from pdkv.runtime.child_process import LAST_LINES, ending, environment, last_words
+from pdkv.runtime.child_process import LAST_LINES, ending, last_words, spawn
 from pdkv.runtime.kv_pool import KvPool
 from pdkv.runtime.ranks.group import LOAD_TIMEOUT_S, STEP_TIMEOUT_S, RankGroup
 from pdkv.runtime.ranks.messages import (
@@ -36,11 +35,10 @@ from pdkv.runtime.ranks.messages import (
     ToRank,
     error_of,
     from_rank,
-    pack,
     step_of,
 )
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.wire import FrameBuffer
+from pdkv.runtime.wire import FrameBuffer, pack
 
 log = logging.getLogger("pdkv.ranks")
 
@@ -55,21 +53,12 @@ class _Rank:
 
     def __init__(self, begin: Begin, ended: Callable[[_Rank], None]) -> None:
         self.number = begin.rank
-        self.sock, theirs = socket.socketpair()
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "pdkv.runtime.ranks.worker", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,  # ours is for the ready line alone
-                stderr=subprocess.STDOUT,
-                env=environment(PYTHONUNBUFFERED="1"),
-            )
-        except BaseException:
-            self.sock.close()
-            raise
-        finally:
-            theirs.close()
+        self.process, self.sock = spawn(
+            "pdkv.runtime.ranks.worker",
+            environ={"PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,  # ours is for the ready line alone
+            stderr=subprocess.STDOUT,
+        )
         self.sock.settimeout(STEP_TIMEOUT_S)
         self.frames = FrameBuffer()
         self.inbox: deque[FromRank] = deque()
@@ -168,7 +157,7 @@ class RankProcesses:
             self._on_failure = on_failure
         for rank in self._others:
             if rank.process.poll() is not None:
-                self._ended(rank)
+                self._fail(rank)
 
     def step(self, batch: Batch) -> None:
         """Have them run ``batch``; rank 0 must do the same now."""
@@ -253,16 +242,22 @@ class RankProcesses:
         )
 
     def _ended(self, rank: _Rank) -> None:
-        """A rank's process is over: called by the thread that watched it."""
+        """A rank's process is over: called once, by the thread that watched it."""
         with self._lock:
             if self._closing:
                 return
-            on_failure, self._on_failure = self._on_failure, None
         log.error("%s. Its last log lines:%s", rank.how_it_ended(), last_words(rank.last_lines))
-        if on_failure is not None:
-            if self._device.type == "cuda":
-                self.group.abort()  # NCCL does not notice by itself
-            on_failure(self._died(rank))
+        self._fail(rank)
+
+    def _fail(self, rank: _Rank) -> None:
+        """Tell, once, that this rank is gone."""
+        with self._lock:
+            on_failure, self._on_failure = self._on_failure, None
+            if self._closing or on_failure is None:
+                return
+        if self._device.type == "cuda":
+            self.group.abort()  # NCCL does not notice by itself
+        on_failure(self._died(rank))
 
 
 def _readable(socks: list[socket.socket], timeout_s: float) -> set[int]:

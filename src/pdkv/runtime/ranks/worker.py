@@ -28,8 +28,8 @@ from pdkv.runtime.ranks.messages import (
     ToRank,
     batch_of,
     failure,
-    pack,
 )
+from pdkv.runtime.wire import pack
 
 Message = TypeVar("Message", bound=ToRank)
 
@@ -58,7 +58,7 @@ def _work(sock: socket.socket, talk: _Conversation, begin: Begin) -> None:
     """From the weights to the last step."""
     import torch
 
-    from pdkv.runtime.kv_pool import KvPool, SharedMemory
+    from pdkv.runtime.kv_pool import KvPool
     from pdkv.runtime.models.files import ModelFiles
     from pdkv.runtime.models.loader import load_model
     from pdkv.runtime.profiler import MemoryBaseline, ProfileLimits, determine_available_memory
@@ -92,13 +92,12 @@ def _work(sock: socket.socket, talk: _Conversation, begin: Begin) -> None:
         share=profile.share,
         ranks_here=begin.ranks if on_cpu else 1,
     )
-    sock.sendall(pack(Measured(available_kv_bytes=measured.available_kv_bytes, weights_bytes=measured.weights_bytes)))
+    sock.sendall(pack(Measured(available_kv_bytes=measured.available_kv_bytes)))
 
     shape = talk.next(MakePool).shape
     if on_cpu:
         (descriptor,) = talk.inbox.descriptors
-        memory = SharedMemory.attach(descriptor, begin.ranks * KvPool.nbytes_of(shape, model.dtype))
-        pool = KvPool.attach(memory, begin.rank, begin.ranks, shape, model.dtype)
+        pool = KvPool.attach(descriptor, begin.rank, begin.ranks, shape, model.dtype)
     else:
         pool = KvPool.create(*shape[:2], *shape[3:], model.dtype, begin.device, ranks=begin.ranks)
     runner = Runner(model, pool)

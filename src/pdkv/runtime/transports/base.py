@@ -91,8 +91,10 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalMemory:
-    """This instance's pool and slots as the mover reaches them: mapped, or on a GPU of its process."""
+class TransferMemory:
+    """What peers read and what transfers fill: the pool (of all ranks, as ``geometry`` says) and the lease slots
+    (little-endian uint64[num_slots, 2]). Mapped in this process, or on a GPU of it.
+    """
 
     pool: SharedMemory | DeviceMemory
     slots: SharedMemory

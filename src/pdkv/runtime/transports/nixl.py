@@ -33,9 +33,9 @@ from pdkv.runtime.transports.base import (
     SLOT_BYTES,
     Copy,
     Int64Array,
-    LocalMemory,
     Permit,
     Slice,
+    TransferMemory,
     TransportError,
     check_ends,
 )
@@ -88,7 +88,7 @@ class NixlTransport:
 
     name = "nixl"
 
-    def __init__(self, agent_name: str, memory: LocalMemory) -> None:
+    def __init__(self, agent_name: str, memory: TransferMemory) -> None:
         # UCX listens on every interface unless told; like every other port of pdkv it stays on loopback by default.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdkv.runtime.shared_memory import SharedMemory
-from pdkv.runtime.transports.base import LocalMemory, TransportError
+from pdkv.runtime.transports.base import TransferMemory, TransportError
 from pdkv.runtime.transports.nixl_api import import_nixl, text
 from pdkv.runtime.wire import NixlOffer
 
@@ -22,7 +22,7 @@ class NixlAgent:
     Raises `TransportError` when NIXL is missing or its agent cannot be made.
     """
 
-    def __init__(self, name: str, memory: LocalMemory, own: Sequence[SharedMemory]) -> None:
+    def __init__(self, name: str, memory: TransferMemory, own: Sequence[SharedMemory]) -> None:
         """Pool and slots are what peers may reach; ``own`` is registered because NIXL moves out of it and into it."""
         self._nixl = import_nixl()
         self._name, self._memory, self._own = name, memory, own

@@ -19,7 +19,7 @@ import numpy as np
 from pdkv.runtime.device_memory import DeviceMemory
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.transports import grant_locks
-from pdkv.runtime.transports.base import SLOT_BYTES, Copy, LocalMemory, Permit, Slice, TransportError, check_ends
+from pdkv.runtime.transports.base import SLOT_BYTES, Copy, Permit, Slice, TransferMemory, TransportError, check_ends
 from pdkv.runtime.transports.bounce import copy_cells
 from pdkv.runtime.wire import PeerMemory, ShmOffer
 
@@ -77,7 +77,7 @@ class ShmTransport:
     name = "shm"
     offer = None
 
-    def __init__(self, memory: LocalMemory) -> None:
+    def __init__(self, memory: TransferMemory) -> None:
         if memory.pool.kind != "DRAM":
             raise TransportError(CPU_ONLY)
         self._local = memory
