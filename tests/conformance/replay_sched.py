@@ -40,6 +40,7 @@ def replay_schedule(row: Row) -> None:
             priority_scheduling=config.get("policy") == "priority",
             speculation=speculation_of(config),
             encoder=encoder_of(config),
+            shared_prefix_checkpoint=config.get("shared_prefix_checkpoint", False),
             transfer=dataclasses.replace(VLLM, skipped_go_first=False),  # it has no connector to show blocks to
         ),
         Identity(engine_id="replay", nonce=1, secret=b"replay"),

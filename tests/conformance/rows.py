@@ -49,7 +49,13 @@ def group_of(facts: Row) -> Group:
         return ChunkedGroup(block_size=size, chunk=facts["attention_chunk_size"])
     if kind == "mamba":
         aligned = facts.get("mamba_cache_mode", "none") == "align"
-        return StateGroup(block_size=size, aligned=aligned, speculative_blocks=facts.get("num_speculative_blocks", 0))
+        return StateGroup(
+            block_size=size,
+            aligned=aligned,
+            speculative_blocks=facts.get("num_speculative_blocks", 0),
+            checkpoint_blocks=facts.get("num_prefill_checkpoint_blocks", 0),
+            checkpoint_alignment=facts.get("prefill_checkpoint_alignment"),
+        )
     if kind == "rswa":
         return ReferenceWindowGroup(block_size=size, window=facts["rswa_window"])
     if kind == "circular_buffer":

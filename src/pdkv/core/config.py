@@ -83,6 +83,8 @@ class EngineConfig:
     resumed, N every N tokens as well, ``None`` everywhere. ``kv_events`` collects what enters and leaves the prefix
     cache, ``kv_metrics_sample`` (0, 1] the times of that share of all blocks (vLLM: 0.01 when on).
 
+    ``shared_prefix_checkpoint``: see `stops_at_junctions`.
+
     A step has at most ``max_num_scheduled_tokens`` (default: ``max_num_batched_tokens``, which also holds the rows that
     a drafter takes). ``max_num_active_seqs`` (default: ``max_num_seqs``) run at once. While there are others nobody
     gets more than ``long_prefill_token_threshold`` tokens of a step (0: no such cap), or, adaptive, than a fair share
@@ -116,6 +118,7 @@ class EngineConfig:
     watermark: float = 0.0
     priority_scheduling: bool = False
     max_outstanding_plans: int = 1
+    shared_prefix_checkpoint: bool = False
     speculation: Speculation | None = None
     encoder: EncoderLimits | None = None
     transfer: TransferPolicy = field(default=STRICT)
@@ -202,6 +205,22 @@ class EngineConfig:
         """Tokens between two places where states are kept, at which chunks must end; ``None`` without such groups."""
         sizes = (group.block_size for group in self.groups if isinstance(group, StateGroup) and group.aligned)
         return next(sizes, None)
+
+    @property
+    def checkpoint_group(self) -> StateGroup | None:
+        """The first group of states, where all of them are written inside of chunks too; else ``None``."""
+        states = [group for group in self.groups if isinstance(group, StateGroup)]
+        return states[0] if states and all(group.checkpoint_blocks for group in states) else None
+
+    @property
+    def stops_at_junctions(self) -> bool:
+        """Whether a chunk ends exactly where a prefix ends that others share, for its state to be hit there.
+
+        Opt-in, and only where a drafter makes hits lose their end, and hits may end inside of blocks.
+        """
+        drafting = self.drafting
+        settled = bool(drafting.groups) and drafting.unsettled_tokens == 0
+        return self.shared_prefix_checkpoint and settled and self.sizes.fine_hits
 
     @property
     def max_in_flight_tokens(self) -> int:

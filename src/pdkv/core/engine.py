@@ -84,6 +84,7 @@ class Engine:
             retention_interval=config.prefix_cache_retention_interval,
             drafting=config.drafting,
             step_tokens=config.step_tokens,
+            shared_prefix_checkpoints=config.stops_at_junctions,
         )
         if config.kv_events:
             self.manager.pool.events = []

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from pdkv.errors import ConfigError
+from pdkv.units import cdiv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +45,33 @@ class StateGroup:
     ``aligned``: the state at the end of a block is kept and can be hit (vLLM's cache mode ``align``); else one block
     holds the running state for life (mode ``none``; its block size is then the model's length).
     ``speculative_blocks`` more hold the states of draft tokens.
+
+    A backend with ``checkpoint_blocks`` writes, beside the state at a chunk's end, the one where the prompt can be
+    resumed inside that chunk, so that no chunk need end there: at places that are a multiple of
+    ``checkpoint_alignment`` tokens behind the chunk's start.
     """
 
     block_size: int
     aligned: bool
     speculative_blocks: int = 0
+    checkpoint_blocks: int = 0
+    checkpoint_alignment: int | None = None
+
+    def checkpoint_fits(self, start: int, end: int, position: int, *, hash_tokens: int) -> bool:
+        """Whether a chunk of tokens ``start:end`` writes the state behind token ``position`` as well.
+
+        It begins where a hash ends, at least one hash in front of the position, and the column in front of its last one
+        is not the one that it starts from. (vLLM's ``is_mamba_prefill_checkpoint_valid``)
+        """
+        alignment = self.checkpoint_alignment
+        return (
+            self.checkpoint_blocks > 0
+            and alignment is not None
+            and start % hash_tokens == 0
+            and cdiv(end, self.block_size) - 2 > (start - 1) // self.block_size
+            and start + hash_tokens <= position < end
+            and (position - start) % alignment == 0
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +193,8 @@ def check_groups(
             reach["chunk"] = group.chunk
         elif isinstance(group, CrossGroup):
             reach["encoder_tokens"] = group.encoder_tokens
+        elif isinstance(group, StateGroup) and group.checkpoint_alignment is not None:
+            reach["checkpoint_alignment"] = group.checkpoint_alignment
         for name, tokens in reach.items():
             if tokens < 1:
                 raise ConfigError(f"group {number}: {name} is {tokens}; it must be at least 1 token")

@@ -17,11 +17,12 @@ _EMPTY = np.empty(0, dtype=np.int32)
 class GroupHold:
     """What one owner has in one group; its numbers stand in its table's store, for steps over many requests."""
 
-    __slots__ = ("drafts", "has_state", "partial", "table")
+    __slots__ = ("checkpoint", "drafts", "has_state", "partial", "table")
 
     def __init__(self) -> None:
         self.table = BlockTable()
         self.partial: tuple[int, int] | None = None  # (entry, block) whose content ends inside: to be copied on write
+        self.checkpoint: tuple[int, int] | None = None  # (tokens, entry): a state that is written inside this chunk
         self.has_state = False  # state groups: the running state has its block (and the drafts theirs)
         self.drafts: slice | None = None  # entries at the end that stand in the account of drafts, not in the holder's
 

@@ -46,6 +46,7 @@ class KVCacheManager(Owners):
         retention_interval: int | None = 0,
         drafting: Drafting = NO_DRAFTING,
         step_tokens: int = 0,
+        shared_prefix_checkpoints: bool = False,
     ) -> None:
         indexes = [index_for(spec, num_blocks) for spec in groups]
         pool = BlockPool(num_blocks, enable_caching=enable_caching, indexes=indexes)
@@ -58,7 +59,9 @@ class KVCacheManager(Owners):
             max_in_flight_tokens=max_model_len if max_in_flight_tokens is None else max_in_flight_tokens,
             retention_interval=retention_interval,
             drafting=drafting.over(groups),
+            junction_checkpoints=shared_prefix_checkpoints,
         )
+        self._looks_at_prefill_end = retention_interval == 0
         self._step_tokens = step_tokens
         super().__init__(pool, [kind_of(spec, number, pool, settings) for number, spec in enumerate(groups)])
         self.block_size = groups[0].block_size
@@ -146,6 +149,7 @@ class KVCacheManager(Owners):
         """Blocks that the request still needs for all its known tokens."""
         whole = self._whole(request.num_tokens, request.num_computed, encoder=request.new.encoder_tokens)
         whole.slots += self._step_tokens
+        whole.prefill_end = self._prefill_end(request)
         return max(self._blocks_needed(self._holders.get(request.request_id), whole), 0)
 
     def _whole(self, tokens: int, computed: int = 0, *, encoder: int) -> Demand:
@@ -202,12 +206,17 @@ class KVCacheManager(Owners):
         holder = self._holders.get(request.request_id)
         if full_sequence_must_fit:
             slots = min(known, self.max_model_len)
-            whole = Demand(slots=slots, main=slots, local=local, total=total, hit=hit, whole=True, encoder=encoder)
+            whole = Demand(
+                slots=slots, main=slots, local=local, total=total, hit=hit, whole=True, encoder=encoder,
+                prefill_end=self._prefill_end(request),
+            )  # fmt: skip
             if self._blocks_needed(holder, whole) + watermark > self.pool.num_free:
                 return None
         main = total + new_tokens
         slots = min(main + lookahead_tokens, self.max_model_len)
         demand = Demand(slots=slots, main=main, local=local, total=total, hit=hit, encoder=encoder)
+        if self._states:
+            demand.prefill_end = self._prefill_end(request)
         if holder is not None:
             for kind in self._recycling:
                 kind.drop_skipped(holder, max(0, total - request.in_flight_tokens), request.num_prompt)
@@ -230,6 +239,10 @@ class KVCacheManager(Owners):
         if not delay_cache:
             self.cache_blocks(request, min(main, known))
         return new
+
+    def _prefill_end(self, request: Request) -> int:
+        """Where the computation of what is known ends; 0 where states are kept at the end of every chunk."""
+        return max(request.num_prompt, request.num_tokens - 1) if self._looks_at_prefill_end else 0
 
     def _mark_drafts(self, holder: Holder, main: int) -> None:
         """Blocks behind the first ``main`` tokens' are only there for what a drafter writes ahead."""

@@ -289,11 +289,19 @@ def align_chunk(request: Request, tokens: int, config: EngineConfig, *, start: i
     drafted = bool(config.drafting.groups)
     last = resume_point(request.num_tokens, block, drafted=drafted)  # the last block's end whose state can be hit
     tail = resume_point(request.num_prompt, unit, drafted=drafted) if fine else 0
+    inside = start % block != 0
+    if start + tokens >= prefill_end and (spec := config.checkpoint_group) is not None:
+        position = resume_point(prefill_end, unit if fine else config.sizes.scheduler_tokens, drafted=drafted)
+        if spec.checkpoint_fits(start, start + tokens, position, hash_tokens=unit):
+            last, tail, inside = 0, 0, False  # the state there is written inside this chunk
     junction = request.shared_boundary
+    stop = start + (junction - start) // block * block
+    if config.stops_at_junctions and junction <= request.num_prompt:
+        stop = junction
     stops = (
-        (start // block + 1) * block if start % block else 0,
+        (start // block + 1) * block if inside else 0,
         last,
         tail if last < tail < request.num_prompt else 0,
-        start + (junction - start) // block * block if start < junction < end else 0,
+        stop if start < junction < end else 0,
     )
     return max(min((stop for stop in stops if start < stop < end), default=end) - start, 0)

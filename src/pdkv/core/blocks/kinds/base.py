@@ -31,6 +31,7 @@ class Settings:
     max_in_flight_tokens: int
     retention_interval: int | None
     drafting: Drafting = NO_DRAFTING
+    junction_checkpoints: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +40,8 @@ class Demand:
 
     ``local`` tokens are computed or hit here, ``total`` with those that a peer supplies. ``whole`` asks for the whole
     known sequence (the admission gate): kinds that recycle blocks then count what they hold at most at once.
-    ``encoder`` are the tokens that the encoder put out.
+    ``encoder`` are the tokens that the encoder put out. ``prefill_end`` is where the prompt's computation ends (0: not
+    to be looked at), ``checkpoints`` what `blocks_needed` has found for state groups (`GroupHold.checkpoint`).
     """
 
     slots: int
@@ -49,6 +51,8 @@ class Demand:
     hit: Hit
     whole: bool = False
     encoder: int = 0
+    prefill_end: int = 0
+    checkpoints: dict[int, tuple[int, int]] | None = None
 
 
 class JointIndex:

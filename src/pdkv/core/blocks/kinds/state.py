@@ -11,7 +11,7 @@ from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.holders import GroupHold, Holder
 from pdkv.core.blocks.kinds.base import EMPTY, Demand, JointIndex, Kind, Settings, resume_point, unit_hashes
 from pdkv.core.blocks.pool import BlockPool
-from pdkv.core.blocks.tables import TableStore
+from pdkv.core.blocks.tables import NULL_BLOCK, TableStore
 from pdkv.core.ports import BlockIds, BoolArray, Int32Array, Int64Array
 from pdkv.core.scheduler.request import Request
 from pdkv.units import cdiv
@@ -29,7 +29,9 @@ class StateKind(Kind):
         super().__init__(spec, group, pool, settings)
         self.grows_in_bulk = False
         self.keeps_prompt_end = self._aligned = spec.aligned
+        self._spec = spec
         self._drafts = spec.speculative_blocks
+        self._drafted = bool(settings.drafting.groups)
         self._fresh: set[bytes] = set()  # hashes registered in this step: their states are not computed yet
 
     def new_step(self) -> None:
@@ -101,10 +103,27 @@ class StateKind(Kind):
         copy = self.ends_inside(demand) or (hold is not None and hold.partial is not None)
         if copy:
             new = max(new, 0) + 1
+        checkpoint = self._spec.checkpoint_blocks and self._checkpoint(hold, demand)
+        if checkpoint and not demand.whole:
+            demand.checkpoints = (demand.checkpoints or {}) | {self.group: checkpoint}
         if new > 0:
             first = hold is None or not hold.has_state
-            new = min(new, 1 + copy + (self._drafts if first else 0))
+            new = min(new, 1 + copy + bool(checkpoint) + (self._drafts if first else 0))
         return new + self._idle(hit)
+
+    def _checkpoint(self, hold: GroupHold | None, demand: Demand) -> tuple[int, int] | None:
+        """(tokens, entry) of a state inside the chunk that gets the column in front of the chunk's last one."""
+        start, end = demand.total, demand.main
+        position = resume_point(end, self.settings.sizes.hit_tokens, drafted=self._drafted)
+        fits = self._spec.checkpoint_fits(start, end, position, hash_tokens=self.settings.sizes.hash_tokens)
+        if not fits or end < demand.prefill_end:
+            return None
+        entry = cdiv(end, self.block_size) - 2
+        if hold is not None and entry < len(hold.table) and hold.table[entry] != NULL_BLOCK:
+            scratch = hold.has_state and entry >= len(hold.table) - self._drafts
+            if not scratch:
+                return None
+        return position, entry
 
     def grow(self, holder: Holder, demand: Demand) -> BlockIds:
         """Null entries up to the block in which this step ends, then blocks for the running state and the drafts'.
@@ -116,7 +135,8 @@ class StateKind(Kind):
         hold = holder.groups[self.group]
         table, before = hold.table, len(hold.table)
         required = cdiv(demand.main, self.block_size) + self._drafts
-        if required <= before and hold.partial is None:
+        hold.checkpoint = demand.checkpoints.get(self.group) if demand.checkpoints else None
+        if required <= before and hold.partial is None and hold.checkpoint is None:
             hold.has_state = True
             return EMPTY
         if hold.has_state:
@@ -124,9 +144,10 @@ class StateKind(Kind):
         elif before > 0:
             hold.last_state = before - 1
         running = required - self._drafts - 1
-        table.pad(running)
+        nulls = running - (hold.checkpoint is not None)  # its column is written, too
+        table.pad(nulls)
         if hold.has_state:
-            for entry in range(before - self._drafts, min(before, running)):
+            for entry in range(before - self._drafts, min(before, nulls)):
                 table.extend(table.blank(entry, entry + 1))  # a draft's block serves again, further on
         new = self.pool.take(max(required - len(table), 0) + (hold.partial is not None), holder.account)
         appended = table.ids[before:].copy()
@@ -170,10 +191,13 @@ class StateKind(Kind):
         """States at block ends; and the one at the prompt's last hash boundary, if this step ends right there."""
         index = self.pool.indexes[self.group]
         new = super().register(hold, request, tokens, boundaries)
+        if hold.checkpoint is not None:
+            self._register_checkpoint(hold, request)
+            self._fresh.update(key for block in new.tolist() for key in index.keys_of(block)[:1])
+            return new
         self._fresh.update(index.keys_of(block)[0] for block in new.tolist())
         unit = self.settings.sizes.hash_tokens
-        drafted = bool(self.settings.drafting.groups)
-        if not self._aligned or tokens <= 0 or tokens != resume_point(request.num_prompt, unit, drafted=drafted):
+        if not self._aligned or tokens <= 0 or not self._ends_where_resumed(request, tokens):
             return new
         entry = cdiv(tokens, self.block_size) - 1
         if entry >= len(hold.table) or hold.table[entry] == 0:
@@ -185,6 +209,33 @@ class StateKind(Kind):
             hold.partial = (entry, block)  # the next step writes on in this block
             hold.num_hashed = entry
         return new
+
+    def _ends_where_resumed(self, request: Request, tokens: int) -> bool:
+        """Whether a later request resumes behind ``tokens`` tokens: the place in this prompt, or a junction in it."""
+        if tokens == resume_point(request.num_prompt, self.settings.sizes.hash_tokens, drafted=self._drafted):
+            return True
+        junction = self.settings.junction_checkpoints and tokens == request.shared_boundary
+        unit = self.settings.sizes.hash_tokens
+        return junction and tokens % unit == 0 and request.num_computed < tokens <= request.num_prompt
+
+    def _register_checkpoint(self, hold: GroupHold, request: Request) -> None:
+        """The column that a chunk writes inside holds that state, and not what its place in the table says."""
+        assert hold.checkpoint is not None
+        (tokens, entry), hold.checkpoint = hold.checkpoint, None
+        block, sizes = hold.table[entry], self.settings.sizes
+        kept = tokens == resume_point(request.num_prompt, sizes.hit_tokens, drafted=self._drafted)
+        kept |= tokens == request.shared_boundary
+        if not kept and tokens % self.block_size == 0:
+            last = tokens // self.block_size
+            mask = self.reachable(last - 1, last, ())
+            kept = mask is None or bool(mask[0])
+        whole = tokens == (entry + 1) * self.block_size and len(self.pool.indexes[self.group].keys_of(block)) > 0
+        if kept and whole:
+            return
+        self.pool.unregister(np.asarray([block], dtype=np.int32))
+        if kept:
+            self.register_partial(request, block, tokens)
+            self._fresh.add(request.hashes[tokens // sizes.hash_tokens - 1])
 
     def reachable(self, first: int, last: int, boundaries: tuple[int, ...]) -> BoolArray | None:
         """The state that ends at each place where a hit can end: all, one an interval, or the boundaries only."""
