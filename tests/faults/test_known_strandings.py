@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pdkv.core.config import STRICT, VLLM
@@ -46,26 +48,36 @@ def test_vllm_preempts_its_lone_runner_for_ever() -> None:
 
 # ------------------------------------------------------------------------------------------ WRITE push (spec 9)
 
-OF_WRITES = {
-    "the WRITE fails, and nobody tells D": Weather(fail=0.2),
-    "the one registration is lost": Weather(drop=0.1),
+#: What happens to a WRITE that the reference has no word for: the world, how it ends, and what still holds memory.
+OF_WRITES: dict[str, tuple[dict[str, Any], Kind, str]] = {
+    "the WRITE fails, and nobody tells D": ({"weather": Weather(fail=0.2)}, Kind.STUCK, "as loading"),
+    "the one registration is lost": ({"weather": Weather(drop=0.1)}, Kind.STUCK, "as loading"),
+    "D has memory for it only after the lease, and is parked for good": (
+        {"weather": Weather(read_ms=300, max_delay_ms=20), "groups": MODELS[0], "num_blocks": 12, "max_num_seqs": 1},
+        Kind.STUCK,
+        "as loading (granted to P",
+    ),
+    "the client leaves, and P does not begin": ({"weather": Weather(abort=0.5)}, Kind.STRANDED, "as quarantine"),
+    "P dies, and the request goes on elsewhere": ({"weather": Weather(crash=0.3)}, Kind.STRANDED, "as quarantine"),
 }
 
 
 @pytest.mark.parametrize("stranding", OF_WRITES)
 def test_vllm_strands_what_is_to_be_written(stranding: str) -> None:
+    settings, kind, held = OF_WRITES[stranding]
     for seed in range(30):
-        story = World(seed, VLLM, requests=REQUESTS, mode="write", weather=OF_WRITES[stranding]).play()
-        if story.violation is not None and story.violation.kind is Kind.STUCK:
-            assert "as loading" in story.violation.text
+        story = World(seed, VLLM, requests=REQUESTS, mode="write", **settings).play()
+        if story.violation is not None and story.violation.kind is kind:
+            assert held in story.violation.text
             return
     pytest.fail("no world has it")
 
 
 @pytest.mark.parametrize("stranding", OF_WRITES)
 def test_strict_strands_nothing_of_it(stranding: str) -> None:
-    for seed in range(3):
-        story = World(seed, STRICT, requests=REQUESTS, mode="write", weather=OF_WRITES[stranding]).play()
+    settings, _, _ = OF_WRITES[stranding]
+    for seed in range(5):
+        story = World(seed, STRICT, requests=REQUESTS, mode="write", **settings).play()
         assert story.violation is None, story.violation
 
 
