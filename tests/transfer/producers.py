@@ -167,15 +167,15 @@ def real(transport: str, mover: str) -> Readers:
         side.close()
 
 
-def calm_world(seed: int, *, shared_memory: bool | None = None) -> World:
+def calm_world(seed: int, *, shared_memory: bool | None = None, **settings: Any) -> World:
     """Nothing goes wrong by itself in it, and transfers take long enough for what happens meanwhile."""
     weather = Weather(max_delay_ms=2, read_ms=2000)
-    return World(seed, STRICT, requests=0, weather=weather, num_blocks=BLOCKS, shared_memory=shared_memory)
+    return World(seed, STRICT, requests=0, weather=weather, num_blocks=BLOCKS, shared_memory=shared_memory, **settings)
 
 
-def started(world: World, name: str, number: int) -> SimulatedSide:
+def started(world: World, name: str, number: int, *, heard: bool = True) -> SimulatedSide:
     """One more instance in ``world``."""
-    return SimulatedSide(world, world._instance(f"{name}{number}", 100 + number, STRICT))
+    return SimulatedSide(world, world._instance(f"{name}{number}", 100 + number, STRICT), heard=heard)
 
 
 @contextmanager

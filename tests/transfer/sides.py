@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.transfer_half import Half, empty_plan, make_grant, make_write_grant
 
 from pdkv.core.engine import Identity
-from pdkv.core.ports import GrantsFenced, MoverRestarted, Plan, PostRead, PostWrite, ReadEnded, WriteEnded
+from pdkv.core.ports import FromProducer, GrantsFenced, MoverRestarted, Plan, PostRead, PostWrite, ReadEnded, WriteEnded
 from pdkv.core.transfer.messages import Peer, RemoteSource, WriteGrant
 from pdkv.runtime.transports.base import SLICE_BYTES
 from pdkv.simulate.instance import Instance
@@ -43,7 +43,7 @@ SHAPES: dict[str, tuple[Sequence[int], Sequence[int]]] = {
 }
 """Which blocks are moved, and where to."""
 
-Report = ReadEnded | WriteEnded | MoverRestarted | GrantsFenced
+Report = ReadEnded | WriteEnded | MoverRestarted | GrantsFenced | FromProducer
 
 
 class Side(ABC):
@@ -79,6 +79,10 @@ class Side(ABC):
     @abstractmethod
     def pending(self) -> list[Report]:
         """Reports that are there by now."""
+
+    @abstractmethod
+    def taken(self) -> list[Report]:
+        """Reports that are there already; no time goes by."""
 
     @abstractmethod
     def pause(self, seconds: float) -> None:
@@ -200,6 +204,11 @@ class RealSide(Side):
             except queue.Empty:
                 return found
 
+    def taken(self) -> list[Report]:
+        inbox = self.half.inbox
+        items = [inbox.get_nowait() for _ in range(inbox.qsize())]
+        return [item for item in items if isinstance(item, Report)]
+
     def _next(self, timeout_s: float) -> Report:
         while True:
             item = self.half.inbox.get(timeout=timeout_s)
@@ -230,11 +239,14 @@ class RealSide(Side):
 
 
 class SimulatedSide(Side):
-    """A life of an instance in a world without requests, in virtual time: what its engine would hear is kept here."""
+    """A life of an instance in a world without requests, in virtual time.
+
+    What its engine would hear is kept here, unless it is to hear that itself (``heard`` False).
+    """
 
     has_process = True
 
-    def __init__(self, world: World, instance: Instance) -> None:
+    def __init__(self, world: World, instance: Instance, *, heard: bool = True) -> None:
         super().__init__()
         assert instance.life is not None
         self.world, self.instance, self.life = world, instance, instance.life
@@ -247,7 +259,8 @@ class SimulatedSide(Side):
         self.slots = self.life.slots
         self.block_bytes = self.blocks[0].nbytes
         self._inbox: list[Report] = []
-        self.life.deliver = self._inbox.append  # type: ignore[method-assign, assignment]
+        if heard:
+            self.life.deliver = self._inbox.append  # type: ignore[method-assign, assignment]
 
     @property
     def epoch(self) -> int:
@@ -266,6 +279,9 @@ class SimulatedSide(Side):
 
     def pending(self) -> list[Report]:
         run(self.world, 1000 * MS)
+        return self.taken()
+
+    def taken(self) -> list[Report]:
         found, self._inbox[:] = self._inbox[:], []
         return found
 
