@@ -45,6 +45,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -90,6 +91,10 @@ class StubConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, None]:
         return False, None
 
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """A load brings what every group needs, as NIXL's do."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         return self.divergent
@@ -122,6 +127,10 @@ def group_of(kind: str, config: Row) -> KVCacheGroupSpec:
     size = config["block_size"]
     if kind == "full":
         spec: Any = FullAttentionSpec(block_size=size, **heads)
+    elif kind == "swr":
+        spec = SlidingWindowMLASpec(
+            block_size=size, sliding_window=config["sliding_window"], bounded_replay=True, **heads
+        )  # fmt: skip
     elif kind == "sw":
         spec = SlidingWindowSpec(block_size=size, sliding_window=config["sliding_window"], **heads)
     else:

@@ -34,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MambaSpec,
     RSWASpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request, RequestStatus
@@ -50,6 +51,11 @@ def full(size: int = 16) -> Row:
 def window(tokens: int, size: int = 16) -> Row:
     """A sliding-window group."""
     return {"kind": "sliding_window", "block_size": size, "sliding_window": tokens}
+
+
+def replayed(tokens: int, size: int = 16) -> Row:
+    """A sliding-window group that is never hit: its window is computed again."""
+    return window(tokens, size) | {"kind": "sliding_window_mla", "bounded_replay": True}
 
 
 def chunked(tokens: int, size: int = 16) -> Row:
@@ -88,6 +94,9 @@ def spec_of(group: Row) -> Any:
             return FullAttentionSpec(block_size=size, **ATTENTION)
         case "sliding_window":
             return SlidingWindowSpec(block_size=size, sliding_window=group["sliding_window"], **ATTENTION)
+        case "sliding_window_mla":
+            latent: Row = ATTENTION | {"bounded_replay": True}
+            return SlidingWindowMLASpec(block_size=size, sliding_window=group["sliding_window"], **latent)
         case "chunked_local_attention":
             return ChunkedLocalAttentionSpec(
                 block_size=size, attention_chunk_size=group["attention_chunk_size"], **ATTENTION

@@ -85,7 +85,17 @@ def bad_blocks() -> Iterator[Workload]:
                               running=0.4, num_blocks=44, **common)  # fmt: skip
 
 
+def replays() -> Iterator[Workload]:
+    """Windows that are computed again behind a prefix hit, but not behind a load, which brings them."""
+    window = {"kinds": ["full", "swr"], "sliding_window": 32, "rules": 1, "shared": 96, "remote": 0.5}
+    yield make("ru-80", "loads and hits, a replayed window", seed=180, count=20, num_blocks=120, **window)
+    yield make("ru-81", "the same, small steps, tight pool, asynchronous scheduling, failures", seed=181, count=24,
+               num_blocks=70, max_num_batched_tokens=40, async_scheduling=True, fails=0.3, load_failure="recompute",
+               **window)  # fmt: skip
+
+
 def workloads() -> Iterator[Workload]:
     """All of them."""
     yield from steps()
     yield from bad_blocks()
+    yield from replays()

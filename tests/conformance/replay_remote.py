@@ -30,6 +30,8 @@ def is_remote_row(row: Row) -> bool:
 def facts_of(kind: str, config: Row) -> Row:
     """One of the recorded kinds as a group of part B."""
     size = config["state_block_size"] if kind == "mamba" else config["block_size"]
+    if kind == "swr":
+        return {**config, "kind": "sliding_window_mla", "block_size": size, "bounded_replay": True}
     return {**config, "kind": kind, "block_size": size}
 
 

@@ -44,7 +44,7 @@ def group_of(facts: Row) -> Group:
     if kind in ("full", "full_attention", "mla_attention", "mla"):
         return FullGroup(block_size=size)
     if kind in ("sw", "sliding_window", "sliding_window_mla"):
-        return WindowGroup(block_size=size, window=facts["sliding_window"])
+        return WindowGroup(block_size=size, window=facts["sliding_window"], replayed=facts.get("bounded_replay", False))
     if kind in ("chunked", "chunked_local", "chunked_local_attention"):
         return ChunkedGroup(block_size=size, chunk=facts["attention_chunk_size"])
     if kind == "mamba":

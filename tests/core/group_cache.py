@@ -64,11 +64,16 @@ class GroupCache:
         tags += prefix_tags(known[len(tags) :], tags[-1] if tags else None)
         return start, start + int(batch.num_scheduled[row]), tags
 
+    def _replay_end(self, batch: Batch, row: int) -> int:
+        return int(batch.replay_ends[row]) if len(batch.replay_ends) else 0
+
     def _write(self, batch: Batch, row: int, group: Group, table: Int32Array) -> None:
         start, end, tags = self._span(batch, row)
         if isinstance(group, RingGroup):
             assert table[0] != 0, f"{batch.request_ids[row]}: no block for {group}"
             return
+        if not (isinstance(group, WindowGroup) and group.replayed):
+            start = max(start, self._replay_end(batch, row))  # hit blocks are shared: nothing is written to them
         for position in range(start, end):
             block = int(table[position // group.block_size])
             assert block != 0, f"{batch.request_ids[row]}: token {position} has no block in {group}"
@@ -81,6 +86,8 @@ class GroupCache:
         first, gap = 0, range(0)
         if isinstance(group, WindowGroup):
             first = max(0, start + 1 - group.window)
+            if group.replayed and self._replay_end(batch, row):
+                first = max(first, self._replay_end(batch, row) - group.window)
         elif isinstance(group, ChunkedGroup):
             first = start // group.chunk * group.chunk
         elif isinstance(group, ReferenceWindowGroup):

@@ -16,6 +16,15 @@ GROUPS: dict[str, tuple[tuple[Group, ...], int | None]] = {
     "window": ((WindowGroup(block_size=4, window=6),), None),
     "full+window": ((FULL, WindowGroup(block_size=4, window=9)), None),
     "two windows": ((FULL, WindowGroup(block_size=4, window=9), WindowGroup(block_size=8, window=5)), None),
+    "replayed window": ((FULL, WindowGroup(block_size=4, window=8, replayed=True)), None),
+    "two replayed windows": (
+        (
+            FULL,
+            WindowGroup(block_size=8, window=11, replayed=True),
+            WindowGroup(block_size=4, window=11, replayed=True),
+        ),
+        4,
+    ),
     "chunked": ((FULL, ChunkedGroup(block_size=4, chunk=12)), None),
     "state": ((STATE,), None),
     "full+state": ((FULL, STATE, STATE), None),

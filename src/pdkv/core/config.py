@@ -13,6 +13,7 @@ from pdkv.core.blocks.groups import (
     StateGroup,
     check_groups,
     granularity,
+    replay_tokens,
 )
 from pdkv.core.multimodal import EncoderLimits
 from pdkv.core.speculation import Speculation
@@ -221,6 +222,11 @@ class EngineConfig:
         drafting = self.drafting
         settled = bool(drafting.groups) and drafting.unsettled_tokens == 0
         return self.shared_prefix_checkpoint and settled and self.sizes.fine_hits
+
+    @property
+    def replay_tokens(self) -> int:
+        """Tokens at the end of a prefix hit that are computed once more, for windows that are never hit."""
+        return replay_tokens(self.groups) if self.enable_prefix_caching else 0
 
     @property
     def max_in_flight_tokens(self) -> int:

@@ -107,6 +107,7 @@ class Engine:
         self.hash_function = hash_function
         self.requests: dict[str, Request] = {}
         self._outstanding: deque[tuple[int, PlanRows]] = deque()
+        self._replays = config.replay_tokens > 0
         self._no_batch = _no_batch(len(config.groups))
         self._next_step = 0
         self._sequence = 0
@@ -350,9 +351,19 @@ class Engine:
             copies=copies,
             num_drafts=num_drafts,
             samples=rows.samples,
+            replay_ends=_replay_ends(rows) if self._replays else _NO_REPLAYS,
             encode=encode,
             dropped=dropped,
         )
+
+
+_NO_REPLAYS = np.empty(0, dtype=np.int32)
+
+
+def _replay_ends(rows: PlanRows) -> Int32Array:
+    """int32[n]: where what a row's request computes a second time ends; 0 where it has."""
+    ends = np.fromiter((request.replay_end for request in rows.requests), dtype=np.int32, count=len(rows))
+    return np.where(rows.start < ends, ends, 0).astype(np.int32)
 
 
 def _no_batch(num_groups: int) -> Batch:

@@ -188,6 +188,10 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     drafts to be checked; -1 stands for one that is not known yet, or for padding, which is never accepted. While drafts
     of a still outstanding plan may be refused, ``num_computed`` counts them as accepted: the executor takes those off.
 
+    ``replay_ends`` int32[n] (empty where no group is replayed): row i's tokens before that position are computed for
+    windows only that a prefix hit does not cover (`WindowGroup.replayed`), from a window before it on, where such a
+    window then has nothing further back. What the other groups have of these tokens is there, and shared.
+
     With an encoder, its outputs under the names in ``dropped`` (`MultimodalItem.identifier`) are given up first, then
     those of ``encode`` are computed, and kept under their items' names until they are dropped in turn.
     """
@@ -202,6 +206,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     group_tables: tuple[Int32Array, ...] = ()
     copies: Int32Array = msgspec.field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
     num_drafts: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    replay_ends: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     encode: tuple[EncoderInput, ...] = ()
     dropped: tuple[str, ...] = ()
 

@@ -23,11 +23,16 @@ class FullGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowGroup:
-    """Sliding window: a token sees the last ``window`` tokens, itself included; ``extra`` more are kept behind it."""
+    """Sliding window: a token sees the last ``window`` tokens, itself included; ``extra`` more are kept behind it.
+
+    ``replayed``: its blocks are never hit. Of a prefix that the other groups have cached the last ``window`` tokens are
+    computed once more, for this group only (DeepSeek-V4.1's bounded replay).
+    """
 
     block_size: int
     window: int
     extra: int = 0
+    replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +108,12 @@ Group = FullGroup | WindowGroup | ChunkedGroup | StateGroup | ReferenceWindowGro
 
 def is_cacheable(group: Group) -> bool:
     """Whether blocks of ``group`` can be hit; those of the others are scratch of their request."""
-    return not isinstance(group, RingGroup | CrossGroup)
+    return not (isinstance(group, RingGroup | CrossGroup) or (isinstance(group, WindowGroup) and group.replayed))
+
+
+def replay_tokens(groups: Sequence[Group]) -> int:
+    """Tokens at the end of a prefix hit that are computed once more; 0 where every group is hit, or none is."""
+    return max((group.window for group in groups if isinstance(group, WindowGroup) and group.replayed), default=0)
 
 
 def is_paged(group: Group) -> bool:
@@ -172,7 +182,8 @@ def granularity(groups: tuple[Group, ...], *, hash_tokens: int | None, enable_ca
             f"one hash covers {unit} tokens, but the groups' blocks hold {hashed}: each must be a multiple of it. "
             "Choose a prefix match unit that divides them all"
         )
-    coarse = any(isinstance(group, WindowGroup | ChunkedGroup) and group.block_size != unit for group in groups)
+    looking_back = [group for group in groups if isinstance(group, WindowGroup | ChunkedGroup) and is_cacheable(group)]
+    coarse = any(group.block_size != unit for group in looking_back)
     fine = len(groups) > 1 and any(state.block_size > unit for state in states) and not coarse
     return Granularity(scheduler, unit, unit if fine else scheduler)
 
@@ -201,6 +212,7 @@ def check_groups(
     scheduler = math.lcm(*(group.block_size for group in groups))
     if enable_caching:
         _check_caching(groups, scheduler)
+        _check_replay(groups)
         _check_drafting(groups, scheduler, drafting)
     if retention_interval in (None, 0):
         return
@@ -244,6 +256,25 @@ def _check_caching(groups: tuple[Group, ...], scheduler: int) -> None:
         raise ConfigError(
             f"groups of aligned states must have one block size, where their chunks end; they have {sorted(states)}"
         )
+
+
+def _check_replay(groups: tuple[Group, ...]) -> None:
+    replayed = [group for group in groups if isinstance(group, WindowGroup) and group.replayed]
+    windows = sorted({group.window for group in replayed})
+    if len(windows) > 1:
+        raise ConfigError(f"groups that are replayed behind a prefix hit must have one window; they have {windows}")
+    others = [group for group in groups if not isinstance(group, FullGroup | RingGroup) and group not in replayed]
+    if replayed and others:
+        raise ConfigError(
+            f"a window that is replayed behind a prefix hit does not go with {type(others[0]).__name__}: what that one "
+            "would look back at from the tokens computed again is not kept"
+        )
+    for group in replayed:
+        if group.window % group.block_size == 1:
+            raise ConfigError(
+                f"the first token that is replayed, {group.window} before a hit's end, would lie in a block of "
+                f"{group.block_size} tokens that is given back already. Use another block size"
+            )
 
 
 def _check_drafting(groups: tuple[Group, ...], scheduler: int, drafting: Drafting) -> None:

@@ -69,7 +69,7 @@ class KVCacheManager(Owners):
         self.paged_block_size = next(paged, self.block_size)  # by which peers tell each other how large blocks are
         self._states = [kind for kind in self.kinds if isinstance(kind, StateKind)]
         self._lookup = PrefixLookup(self.kinds)
-        self._nothing = no_hit(len(groups))
+        self.nothing = no_hit(len(groups))
         crossing = [group.encoder_tokens for group in groups if isinstance(group, CrossGroup)]
         self.most_encoder_tokens = max(crossing, default=0)
         self._boundaries = Boundaries(sizes, settings.drafting, len(groups))
@@ -96,7 +96,7 @@ class KVCacheManager(Owners):
     def lookup(self, request: Request) -> Hit:
         """The longest cached prefix of the request, at most ``num_tokens - 1`` tokens."""
         if not self.pool.enable_caching or request.new.skip_reading_prefix_cache:
-            return self._nothing
+            return self.nothing
         hit = self._lookup.find(request.hashes, request.num_tokens - 1)
         if hit.tokens and request.new.report_hits and self.pool.events is not None:
             for kind in self.kinds:
@@ -155,7 +155,7 @@ class KVCacheManager(Owners):
     def _whole(self, tokens: int, computed: int = 0, *, encoder: int) -> Demand:
         tokens = min(tokens, self.max_model_len)
         return Demand(
-            slots=tokens, main=tokens, local=computed, total=computed, hit=self._nothing, whole=True, encoder=encoder
+            slots=tokens, main=tokens, local=computed, total=computed, hit=self.nothing, whole=True, encoder=encoder
         )
 
     @property
@@ -196,7 +196,7 @@ class KVCacheManager(Owners):
         Raises ``ValueError`` when nothing at all is asked for.
         """
         if hit is None:
-            hit = self._nothing
+            hit = self.nothing
         if new_tokens == 0 and external_tokens == 0 and hit.tokens == 0:
             raise ValueError("allocate_slots: no new, external or cached tokens")
         known, encoder = request.num_tokens, request.new.encoder_tokens

@@ -37,6 +37,7 @@ class Admission:
     tokens: int = 0
     local_tokens: int = 0
     external_tokens: int = 0
+    replay: int = 0  # of the local tokens, the last ones, computed once more for windows that were not hit
     padding: int = 0  # of ``tokens``, its last ones, drafts that stand for nothing: all rows have one shape
     share: Share | None = None  # of the encoder's step
     share_used_up: bool = False  # skipped as what is kept for peers, and on its way to them, fills its share
@@ -60,6 +61,7 @@ class Admitter:
     ) -> None:
         self._config = config
         self._encoder = encoder
+        self._replay = config.replay_tokens
         self._manager = manager
         self._producer = producer
         self._consumer = consumer
@@ -170,22 +172,27 @@ class Admitter:
         rows: Rows,
     ) -> Admission:
         local = hit.tokens if hit else 0
+        replay = 0
+        if local and self._replay:  # a hit of no more than is computed again saves nothing
+            hit, local = (hit, local) if local > self._replay else (self._manager.nothing, 0)
+            replay = min(local, self._replay)
+        request.replay_end = local if replay else 0
         tokens = request.num_tokens - request.num_computed - local
         if rules.decode_only and tokens > 1:
             request.wait_cause = "prompts are computed in every n-th step only (prefill_schedule_interval)"
             return Admission(Verdict.LATER)
-        tokens = rules.cap(tokens)
+        start = request.num_computed + local - replay
+        tokens = rules.cap(tokens + replay)
         outgrown = self._manager.outgrown(request)
         if outgrown:
             tokens = min(tokens, self._config.sizes.scheduler_tokens)
-        padding = self._padding(request, tokens, request.num_computed + local, rows)
+        padding = self._padding(request, tokens, start, rows)
         if padding and tokens + padding > budget:
             request.wait_cause = "its row, padded to the shape of the others, does not fit this step's token budget"
             return Admission(Verdict.STOP)
         if tokens > budget and not self._config.enable_chunked_prefill:
             request.wait_cause = "its whole prompt does not fit this step's token budget"
             return Admission(Verdict.STOP)
-        start = request.num_computed + local
         if self._encoder is not None and not self._encoder.room_for(request.new.encoder_tokens):
             request.wait_cause = "what its encoder is to put out does not fit this step"
             return Admission(Verdict.LATER)
@@ -197,7 +204,7 @@ class Admitter:
         loaded = request.status is Status.LOADED
         fits = self._allocate(
             request,
-            tokens + padding,
+            max(tokens + padding - replay, 0),
             hit=hit,
             lookahead_tokens=self._config.lookahead_tokens,
             full_sequence_must_fit=self._config.full_sequence_must_fit and not outgrown,
@@ -208,7 +215,7 @@ class Admitter:
                 self._encoder.cache.release(request)
             request.wait_cause = "its blocks do not fit the free pool"
             return Admission(Verdict.STOP)
-        return Admission(Verdict.RUN, tokens + padding, local, padding=padding, share=share)
+        return Admission(Verdict.RUN, tokens + padding, local, replay=replay, padding=padding, share=share)
 
     def _padding(self, request: Request, tokens: int, start: int, rows: Rows) -> int:
         """Drafts to add to a request that computes one token among rows that decode: all then have one shape."""

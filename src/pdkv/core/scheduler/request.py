@@ -67,6 +67,7 @@ class Request:
         self.counters, self.column = Counters(), 0
         self.append(new.prompt)
         self.shared_boundary = 0
+        self.replay_end = 0  # tokens before this one that are computed again are so for replayed windows only
         self.drafts = NO_DRAFTS
         self.prefilling = False  # its newest chunk ended before its last known token
         self.skipped = False  # has been passed over since it last ran; kept up where prompts are paced

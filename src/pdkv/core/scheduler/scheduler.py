@@ -243,7 +243,7 @@ class Scheduler(Roster):
         self._consumer.begin(request, admission.local_tokens, admission.external_tokens)
 
     def _start_running(self, request: Request, admission: Admission) -> None:
-        request.num_computed += admission.local_tokens
+        request.num_computed += admission.local_tokens - admission.replay
         if request.status is not Status.LOADED:
             self._emit_admitted(request, admission)
             self._consumer.forget(request)

@@ -6,10 +6,12 @@ import numpy as np
 
 from pdkv.core.blocks.groups import WindowGroup
 from pdkv.core.blocks.hashing import HashChain
-from pdkv.core.blocks.kinds.base import JointIndex, Kind, Settings, unit_hashes
+from pdkv.core.blocks.holders import GroupHold
+from pdkv.core.blocks.kinds.base import EMPTY, JointIndex, Kind, Settings, unit_hashes
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.blocks.tables import TableStore
-from pdkv.core.ports import BoolArray, Int32Array, Int64Array
+from pdkv.core.ports import BlockIds, BoolArray, Int32Array, Int64Array
+from pdkv.core.scheduler.request import Request
 from pdkv.units import cdiv
 
 
@@ -19,6 +21,7 @@ class WindowKind(Kind):
     def __init__(self, spec: WindowGroup, group: int, pool: BlockPool, settings: Settings) -> None:
         super().__init__(spec, group, pool, settings)
         self._window = spec.window
+        self.registers = not spec.replayed
         self._kept = spec.window - 1 + spec.extra  # tokens before the next one that are kept
         self._run = cdiv(spec.window - 1, spec.block_size)  # blocks in a row that a hit needs, before it loses its end
         most = min(self._kept + settings.max_in_flight_tokens, settings.max_model_len)
@@ -69,6 +72,10 @@ class WindowKind(Kind):
             while length * size % align:
                 length -= 1
         return [table[:length] for table in tables], length * size
+
+    def register(self, hold: GroupHold, request: Request, tokens: int, boundaries: tuple[int, ...]) -> BlockIds:
+        """Nothing, where a hit has its window replayed."""
+        return super().register(hold, request, tokens, boundaries) if self.registers else EMPTY
 
     def reachable(self, first: int, last: int, boundaries: tuple[int, ...]) -> BoolArray | None:
         """The run of blocks before every place where a hit can end: all, one an interval, or the boundaries only.
