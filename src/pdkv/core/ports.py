@@ -206,7 +206,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     group_tables: tuple[Int32Array, ...] = ()
     copies: Int32Array = msgspec.field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
     num_drafts: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    replay_ends: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    replay_ends: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, dtype=np.int32))
     encode: tuple[EncoderInput, ...] = ()
     dropped: tuple[str, ...] = ()
 
