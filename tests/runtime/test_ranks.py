@@ -23,6 +23,7 @@ from pdkv.core.ports import Batch
 from pdkv.errors import ConfigError, RankFailed, UnsupportedModel
 from pdkv.runtime.executor import Executor
 from pdkv.runtime.models import ModelFiles
+from pdkv.runtime.ranks import processes
 from pdkv.runtime.ranks.messages import Inbox, batch_of, step_of
 from pdkv.runtime.ranks.shard import shard_model
 from pdkv.runtime.sampler import SamplingParams
@@ -225,7 +226,9 @@ def test_two_gpus_equal_generate(tmp_path: Path) -> None:
         assert engine.tokens["a"] == expected_tokens(reference(executor.model, tmp_path), PROMPTS[1], 8)
 
 
-def test_a_rank_that_hangs_fails_the_step(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_fails_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for patience in ("_EXPLAIN_S", "_STOP_GRACE_S"):
+        monkeypatch.setattr(processes, patience, 0.3)
     with divided(save_tiny("llama", tmp_path), 2) as executor:
         assert executor._ranks is not None
         engine = HandEngine(executor)

@@ -200,7 +200,7 @@ class RealSide(Side):
         found: list[Report] = []
         while True:
             try:
-                found.append(self._next(timeout_s=0.02))
+                found.append(self._next(timeout_s=0.005))
             except queue.Empty:
                 return found
 

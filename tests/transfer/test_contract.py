@@ -399,9 +399,9 @@ def test_a_stopped_producer_is_not_reported_while_it_may_still_write(consumer: S
     source = producer.grant(ALL)
     producer.stop()
     (handle,) = consumer.post((source, ALL, ALL))
-    consumer.pause(0.5)
+    consumer.pause(0.25)
     cancel(consumer, handle)
-    consumer.pause(0.5)
+    consumer.pause(0.25)
     reported = consumer.pending()
     if reported:
         check_ended(consumer, producer, reported[0], source, ALL, ALL)

@@ -27,8 +27,16 @@ _grant_ids = itertools.count(1)  # they never recur
 
 
 @contextmanager
-def real(transport: str, mover_of_p: str, mover_of_d: str) -> Iterator[tuple[Side, Side]]:
-    """P and D in this process. (D's CPU pool has a process as mover: only the end of one fences NIXL's WRITEs.)"""
+def real(transport: str, mover_of_p: str, mover_of_d: str, tls: str | None = None) -> Iterator[tuple[Side, Side]]:
+    """P and D in this process, UCX held to these transports. (D's CPU pool has a process as mover: only the end of one
+    fences NIXL's WRITEs.)"""
+    with pytest.MonkeyPatch.context() as patch:
+        if tls is not None:
+            patch.setenv("UCX_TLS", tls)
+        yield from _real(transport, mover_of_p, mover_of_d)
+
+
+def _real(transport: str, mover_of_p: str, mover_of_d: str) -> Iterator[tuple[Side, Side]]:
     p, d = RealSide("P", transport, mover_of_p), RealSide("D", transport, mover_of_d)
     try:
         p.fill()
@@ -59,6 +67,7 @@ KINDS = [
         pytest.param(lambda m=mover: real("nixl", m, "process"), id=f"nixl-{mover}", marks=needs_nixl)
         for mover in ("process", "thread")
     ),
+    pytest.param(lambda: real("nixl", "process", "process", "tcp,self"), id="nixl-tcp", marks=needs_nixl),
 ]
 
 
