@@ -105,3 +105,19 @@ def test_buffers_come_back_however_a_copy_ends(two: Two) -> None:
     with pytest.raises(TransportError, match="NIXL refuses the read"):
         two.ours.post(refused)
     assert len(free) == before
+
+
+def test_peers_reach_pool_and_slots_only(two: Two) -> None:
+    """What the mover reads slots into, and regroups in, they have no keys of."""
+    from pdkv.runtime.transports.nixl import NixlTransport
+
+    assert isinstance(two.theirs, NixlTransport)
+    for memory in (two.theirs._bounce.memory, two.theirs._scratch):
+        offer = msgspec.structs.replace(two.theirs.offer, pool_address=memory.address, slots_address=memory.address)
+        two.ours.connect("q", PeerMemory(geometry=THEIRS, num_slots=4, nixl=offer))
+        (part,) = two.slices()
+        (copy,) = two.ours.prepare("q", [part])
+        with pytest.raises(TransportError, match="NIXL refuses the read"):
+            two.ours.post(copy)
+        with pytest.raises(TransportError, match="NIXL refuses the read"):
+            two.ours.prepare_slot("q", 0)

@@ -23,7 +23,8 @@ class NixlAgent:
     """
 
     def __init__(self, name: str, memory: TransferMemory, own: Sequence[SharedMemory]) -> None:
-        """Pool and slots are what peers may reach; ``own`` is registered because NIXL moves out of it and into it."""
+        """Pool and slots are what peers may reach; ``own`` is registered because NIXL moves out of it and into it, but
+        only when what peers are told has been written: its keys are not in it."""
         self._nixl = import_nixl()
         self._name, self._memory, self._own = name, memory, own
         self._lives = 0
@@ -42,9 +43,9 @@ class NixlAgent:
             config = self._nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             api = self._nixl.nixl_agent(name, config)
             api.register_memory([(pool.address, pool.nbytes, pool.device, "")], pool.kind)
-            host = [(memory.address, memory.nbytes, memory.device, "") for memory in (slots, *self._own)]
-            api.register_memory(host, "DRAM")
+            api.register_memory([(slots.address, slots.nbytes, slots.device, "")], "DRAM")
             metadata = api.get_agent_metadata()
+            api.register_memory([(own.address, own.nbytes, own.device, "") for own in self._own], "DRAM")
         except Exception as error:  # NIXL's exceptions share no base class of their own
             raise TransportError(f"NIXL cannot make its UCX agent for {pool.kind} memory ({error})") from error
         self.api = api
