@@ -686,3 +686,24 @@ def test_memory_granted_by_who_is_silent_for_a_lease_counts_no_more() -> None:
     pair.step_p(prefill())
     assert accounts(pair.p) == {"retained": 3}
     assert pair.p.requests["p"].wait_cause == "leases pin their share of the pool (--max-leased-fraction)"
+
+
+def test_who_gave_way_goes_first_when_its_kv_is_announced() -> None:
+    """Until then it stands behind the others, or its memory would come back to it."""
+    pair = Pair(d={"num_blocks": 8}, max_num_batched_tokens=64)
+    pair.step_d(decode())
+    pair.step_d(new_request("other", 24, 3), new_request("third", 24, 2))
+    pair.settle()
+    pair.now = LEASE_NS
+    pair.step_d()
+    pair.step_p()
+    pair.step_d()
+    waiting = pair.d.scheduler.waiting
+    assert [request.request_id for request in waiting] == ["third", "d"]
+    pair.step_p(prefill())
+    pair.step_p()
+    pair.step_d()
+    assert [request.request_id for request in waiting] == ["d", "third"]
+    pair.settle()
+    assert list(finished_of(pair.events)) == ["p", "other"]
+    assert accounts(pair.d) == {"loading": 3}, "which leaves too little for the third"

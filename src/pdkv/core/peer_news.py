@@ -155,3 +155,4 @@ class PeerNews:
             self._scheduler.offer_failed(request, str(error))
             return
         self._consumer.announced(request, source)
+        self._scheduler.announced(request)

@@ -71,6 +71,7 @@ class Request:
         self.drafts = NO_DRAFTS
         self.prefilling = False  # its newest chunk ended before its last known token
         self.skipped = False  # has been passed over since it last ran; kept up where prompts are paced
+        self.gave_way = False  # stands behind all others, for the memory granted for it went to one of them
         self.num_preemptions = 0
         self.cached_tokens = 0
         self.hashes = HashChain()

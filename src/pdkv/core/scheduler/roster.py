@@ -129,6 +129,15 @@ class Roster:
         self._lose_load(request, cause)
         self._leave_holding(request)
         self.waiting.append(request)
+        request.gave_way = True
+
+    def announced(self, request: Request) -> None:
+        """Its KV is there. Who had stood back for others goes first now: a lease on the producer's side waits for it."""
+        if request.gave_way:
+            request.gave_way = False
+            self.blocked_by = None
+            self.waiting.remove(request)
+            self.waiting.put_back(request)
 
     def _lose_load(self, request: Request, cause: str) -> None:
         request.num_computed = 0
