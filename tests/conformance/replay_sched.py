@@ -40,6 +40,7 @@ def replay_schedule(row: Row) -> None:
             priority_scheduling=config.get("policy") == "priority",
             speculation=speculation_of(config),
             encoder=encoder_of(config),
+            max_loras=config.get("max_loras"),
             shared_prefix_checkpoint=config.get("shared_prefix_checkpoint", False),
             transfer=dataclasses.replace(VLLM, skipped_go_first=False),  # it has no connector to show blocks to
         ),

@@ -1,4 +1,4 @@
-"""What bounds one step: active requests, scheduled tokens, the long-prefill cap, pauses, paced prefills."""
+"""What bounds one step: active requests, scheduled tokens, the long-prefill cap, pauses, paced prefills, adapters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from tests.core.helpers import NS, arrived, assert_all_free, finished_of, make_engine, new_request, source_for, step
 
+from pdkv.core.blocks.extra_keys import LoraAdapter
 from pdkv.core.config import EngineConfig
 from pdkv.core.engine import Engine
-from pdkv.core.ports import Outputs, Plan
+from pdkv.core.events import FinishReason
+from pdkv.core.ports import GrammarReady, NewRequest, Outputs, Plan
 from pdkv.core.scheduler.limits import PauseState, long_prefill_threshold
 from pdkv.core.speculation import Speculation
 from pdkv.errors import ConfigError
@@ -167,3 +169,38 @@ def test_steps_count_anew_after_an_idle_time_and_strides_count_as_steps() -> Non
     for one in (strided, plain):
         assert shares(step(one, 0, [new_request("b", 4)])[0]) == {"a": 1}
         assert shares(step(one)[0]) == {"a": 1, "b": 4}, "step 8 is aligned"
+
+
+# ---------------------------------------------------------------------------------------------- adapters and grammars
+
+
+def adapted(name: str, lora: str | None, **more: Any) -> NewRequest:
+    return new_request(name, 4, lora=None if lora is None else LoraAdapter(lora, f"/{lora}"), **more)
+
+
+def test_a_step_has_so_many_adapters_and_others_pass_who_waits_for_one() -> None:
+    engine = make_engine(max_loras=1)
+    inbox = [adapted("a", "x", max_tokens=2), adapted("b", "y"), adapted("c", "x"), adapted("d", None)]
+    plan, _ = step(engine, 0, inbox)
+    assert plan.batch.request_ids == ("a", "c", "d")
+    assert "max_loras" in engine.requests["b"].wait_cause
+    assert engine.quiet_steps(3) == 0, "b may come in at any step"
+    for _ in range(3):
+        plan, _ = step(engine)
+        assert "b" not in plan.batch.request_ids
+    assert step(engine)[0].batch.request_ids == ("b",), "y is used once nobody computes with x"
+    with pytest.raises(ConfigError, match="max_loras is 0"):
+        make_engine(max_loras=0)
+
+
+def test_a_request_waits_for_its_grammar_without_memory_and_holds_up_nobody() -> None:
+    engine = make_engine()
+    plan, _ = step(engine, 0, [new_request("g", 4, awaits_grammar=True), new_request("a", 4)])
+    assert plan.batch.request_ids == ("a",)
+    plan, _ = step(engine, 0, [GrammarReady("g")])
+    assert plan.batch.request_ids == ("a", "g")
+    step(engine, 0, [new_request("bad", 4, awaits_grammar=True)])
+    _, events = step(engine, 0, [GrammarReady("bad", "unbalanced brackets"), GrammarReady("nobody")])
+    finished = finished_of(events)["bad"]
+    assert finished.reason is FinishReason.ERROR
+    assert finished.error == "its grammar cannot be compiled: unbalanced brackets"

@@ -91,6 +91,8 @@ class EngineConfig:
     gets more than ``long_prefill_token_threshold`` tokens of a step (0: no such cap), or, adaptive, than a fair share
     if that is more. Prompts are computed in every ``prefill_schedule_interval``-th step only, while somebody decodes.
 
+    A step computes with ``max_loras`` adapters at most (``None``: with any number); requests with further ones wait.
+
     With ``encoder`` limits a request's items are encoded here, and its prompt waits for that; without them items are
     only names (somebody else has their embeddings).
 
@@ -122,6 +124,7 @@ class EngineConfig:
     shared_prefix_checkpoint: bool = False
     speculation: Speculation | None = None
     encoder: EncoderLimits | None = None
+    max_loras: int | None = None
     transfer: TransferPolicy = field(default=STRICT)
     kv_load_timeout_ns: int = 60 * NS_PER_S
     push_registration_timeout_ns: int = 480 * NS_PER_S
@@ -148,6 +151,8 @@ class EngineConfig:
                 "Raise the first or lower the second"
             )
         self._check_at_most("max_num_active_seqs", "max_num_seqs")
+        if self.max_loras is not None and self.max_loras < 1:
+            raise ConfigError(f"max_loras is {self.max_loras}; it must be at least 1, or left out: no limit")
         self._check_at_most("max_num_scheduled_tokens", "max_num_batched_tokens")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError(

@@ -23,6 +23,7 @@ from pdkv.core.ports import (
     Batch,
     BoolArray,
     EncoderInput,
+    GrammarReady,
     InboxItem,
     Int32Array,
     MemoryView,
@@ -298,6 +299,10 @@ class Engine:
                     del self.requests[item.request_id]
                 elif item.reason is FinishReason.ABORT:
                     self.producer.on_undelivered(item.request_id)
+            case GrammarReady():
+                request = self.requests.get(item.request_id)
+                if request is not None and request.awaits_grammar and request.status is not Status.FINISHED:
+                    self.scheduler.grammar_ready(request, item.error)
             case _:
                 self._news.take_in(item)
 

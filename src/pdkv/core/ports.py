@@ -31,6 +31,8 @@ BlockIds = npt.NDArray[np.signedinteger[Any]]
 class NewRequest:
     """A prompt to serve. ``prompt`` is int32[n], n >= 1; ``stop_token_ids`` already contains EOS unless ignored.
 
+    ``awaits_grammar``: it is let in once `GrammarReady` says that its output's grammar is compiled.
+
     ``priority`` (smaller first) and ``arrival_ns`` (default: when the engine takes it in, in order) count with priority
     scheduling only. ``cache_salt``, ``lora`` and ``items`` (by offset) make equal tokens differ in the prefix cache.
     ``skip_reading_prefix_cache`` computes every token anew (it may still be hit by others); ``report_hits`` announces
@@ -59,6 +61,7 @@ class NewRequest:
     skip_reading_prefix_cache: bool = False
     report_hits: bool = False
     encoder_tokens: int = 0
+    awaits_grammar: bool = False
     answer_id: str | None = None
     produce: bool = False
     transfer_id: str | None = None
@@ -76,6 +79,14 @@ class Abort:
 
     request_id: str
     reason: FinishReason = FinishReason.ABORT
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarReady:
+    """The grammar that a request waits for is compiled, or (``error``) cannot be, which ends the request."""
+
+    request_id: str
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +173,7 @@ class MoverRestarted:
 
 
 FromMover = ReadEnded | WriteEnded | GrantsFenced | MoverRestarted
-InboxItem = NewRequest | Abort | Decline | FromConsumer | FromProducer | PeerMet | PeerLost | FromMover
+InboxItem = NewRequest | Abort | GrammarReady | Decline | FromConsumer | FromProducer | PeerMet | PeerLost | FromMover
 
 
 # ---------------------------------------------------------------------------------------------------------- plan

@@ -44,7 +44,12 @@ class Admission:
 
 
 def awaits(request: Request) -> bool:
-    """Whether what it was promised is still to be announced, and nothing new here can take the place of that."""
+    """Whether what it was promised is still to be announced, and nothing new here can take the place of that.
+
+    Or its grammar is still to be compiled.
+    """
+    if request.awaits_grammar:
+        return True
     return request.awaited is not None and not request.awaited.write and not request.look_for_hits
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pdkv.core.config import EngineConfig
 from pdkv.core.scheduler.request import Request
+from pdkv.core.scheduler.running import RunningSet
 
 
 class PauseState(enum.Enum):
@@ -113,3 +114,24 @@ class PrefillPace:
     def idle(self) -> None:
         """Nobody is left."""
         self._step = 0
+
+
+class AdaptersOfStep:
+    """The adapters (LoRA) that one step computes with, ``most`` of them.
+
+    Those of the running requests that have a share of the step, and more as others are let in.
+    """
+
+    def __init__(self, most: int, running: RunningSet) -> None:
+        self._most = most
+        self._names = {one.new.lora for one in running if one.new.lora and running.scheduled[one.column]}
+
+    def takes(self, request: Request) -> bool:
+        """Whether the request can come in: with an adapter in use, with none, or while there is room for one."""
+        lora = request.new.lora
+        return lora is None or lora in self._names or len(self._names) < self._most
+
+    def add(self, request: Request) -> None:
+        """It has come in."""
+        if request.new.lora is not None:
+            self._names.add(request.new.lora)

@@ -78,6 +78,7 @@ class Request:
         self.extra_keys = ContentKeys(cache_salt=new.cache_salt, lora=new.lora, multimodal=new.items)
         self.source: RemoteSource | None = new.source
         self.awaited: Awaited | None = new.awaited
+        self.awaits_grammar = new.awaits_grammar
         self.look_for_hits = True  # while it waits for an announcement: what others have cached may do meanwhile
         if new.source is not None:
             self.source = bind(new.source, new.prompt)

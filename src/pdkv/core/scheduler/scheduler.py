@@ -16,7 +16,15 @@ from pdkv.core.ports import Int32Array, Outputs
 from pdkv.core.scheduler.admission import Admission, Admitter, Verdict, awaits, fit_chunk
 from pdkv.core.scheduler.bad_blocks import BadBlocks
 from pdkv.core.scheduler.completion import Completion
-from pdkv.core.scheduler.limits import Budget, PauseState, PrefillPace, Rows, StepRules, long_prefill_threshold
+from pdkv.core.scheduler.limits import (
+    AdaptersOfStep,
+    Budget,
+    PauseState,
+    PrefillPace,
+    Rows,
+    StepRules,
+    long_prefill_threshold,
+)
 from pdkv.core.scheduler.preemption import choose_victim
 from pdkv.core.scheduler.queues import priority_key
 from pdkv.core.scheduler.request import NO_DRAFTS, Request, Status
@@ -60,6 +68,12 @@ class Scheduler(Roster):
         if request.new.produce:
             self._producer.announcements.expect(request)
         self.waiting.append(request)
+
+    def grammar_ready(self, request: Request, error: str | None) -> None:
+        """The request waits for its grammar no more."""
+        request.awaits_grammar = False
+        if error is not None:
+            self.finish(request, FinishReason.ERROR, f"its grammar cannot be compiled: {error}")
 
     def pause(self, state: PauseState) -> None:
         """How much goes on from the next step on."""
@@ -175,7 +189,9 @@ class Scheduler(Roster):
         return request.tokens_left(self._max_tokens, certain=self._config.speculation is not None)
 
     def _schedule_waiting(self, budget: Budget) -> None:
-        rows = self._rows_so_far()
+        rows, adapters = self._rows_so_far(), None
+        if self._config.max_loras is not None:
+            adapters = AdaptersOfStep(self._config.max_loras, self.running)
         skipped_holding: list[Request] = []
         skipped_waiting: list[Request] = []
         share_used_up = False
@@ -195,6 +211,13 @@ class Scheduler(Roster):
                 self._settle_loaded(request)
             elif request.status is Status.LOAD_FAILED:
                 self._start_afresh(request)
+            if adapters is not None and not adapters.takes(request):
+                request.wait_cause = "as many adapters as fit one step (max_loras) are in use"
+                if from_holding:
+                    skipped_holding.append(self.holding.popleft())
+                else:
+                    skipped_waiting.append(self.waiting.pop())
+                continue
             others = (*self.holding, *skipped_holding)
             admission = self._admitter.admit(request, left, self.running, others, rules=self._rules, rows=rows)
             if admission.verdict is Verdict.LATER:
@@ -212,6 +235,8 @@ class Scheduler(Roster):
                 skipped_holding.append(request)
             else:
                 self._start_running(request, admission)
+                if adapters is not None:
+                    adapters.add(request)
                 self.running.scheduled[request.column] = admission.tokens
                 if self.encoder is not None:
                     share = admission.share or self.encoder.nothing()
