@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ from pdkv.errors import ConfigError, RankFailed, UnsupportedModel
 from pdkv.runtime.executor import Executor
 from pdkv.runtime.models import ModelFiles
 from pdkv.runtime.ranks import processes
-from pdkv.runtime.ranks.messages import Inbox, batch_of, step_of
+from pdkv.runtime.ranks.messages import Begin, Inbox, batch_of, step_of
 from pdkv.runtime.ranks.shard import shard_model
 from pdkv.runtime.sampler import SamplingParams
 from pdkv.runtime.wire import pack
@@ -224,6 +226,27 @@ def test_two_gpus_equal_generate(tmp_path: Path) -> None:
         for count in (30, 7, *[1] * 7):
             engine.step({"a": count})
         assert engine.tokens["a"] == expected_tokens(reference(executor.model, tmp_path), PROMPTS[1], 8)
+
+
+def test_a_rank_that_has_ended_before_it_is_watched_is_told_to_who_watches_and_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin = Begin(
+        rank=0, ranks=2, rendezvous="", model_name="m", directory=str(tmp_path), device="cpu", dtype="float32",
+        weight_storage="auto", threads=1, debug=False, total_bytes=1, free_bytes=1,
+    )  # fmt: skip
+    ranks = processes.RankProcesses(begin, ["cpu"] * 2)
+    try:
+        (pid,) = ranks.pids
+        os.kill(pid, signal.SIGKILL)
+        ranks._others[0].thread.join(20)
+        told: list[RankFailed] = []
+        for _ in range(2):
+            ranks.watch(told.append)
+        assert [f"rank 1 (pid {pid}) was killed by SIGKILL" in str(error) for error in told] == [True, True]
+        assert len([record for record in caplog.records if f"(pid {pid}) was killed" in record.getMessage()]) == 1
+    finally:
+        ranks.close()
 
 
 def test_a_rank_that_hangs_fails_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
