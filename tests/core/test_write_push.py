@@ -632,20 +632,32 @@ def test_a_prefill_with_granted_memory_does_not_wait_for_its_share() -> None:
     assert pair.p.requests["without"].wait_cause == "leases pin their share of the pool (--max-leased-fraction)"
 
 
-def test_an_idle_grant_gives_way_and_its_request_goes_on_by_late_push() -> None:
-    pair = Pair(d={"num_blocks": 8}, max_num_batched_tokens=64)
+def short_of_memory(**both: Any) -> Pair:
+    """D has granted memory that another request needs, and a lease's time has passed without a prefill at P."""
+    pair = Pair(d={"num_blocks": 8}, max_num_batched_tokens=64, **both)
     pair.step_d(decode())
     pair.step_d(new_request("other", 24, 2))
     assert accounts(pair.d) == {"loading": 3}
     pair.settle()
     pair.now = LEASE_NS - 1
     pair.settle(1)
-    assert accounts(pair.d) == {"loading": 3}, "P has not had it for a lease's time"
+    pair.step_d()
+    assert accounts(pair.d) == {"loading": 3}
+    assert not [message for message in pair.to_p if isinstance(message, CancelGrant)], "it was early"
     pair.now = LEASE_NS
     pair.to_p.clear()
+    return pair
+
+
+def test_an_idle_grant_gives_way_and_its_request_goes_on_by_late_push() -> None:
+    pair = short_of_memory()
     pair.step_d()
-    assert accounts(pair.d) == {"quarantine": 3}
-    assert pair.to_p == [CancelGrant(ID, 8, 1), Register(ID, "P")]
+    assert pair.to_p == [CancelGrant(ID, 8, 1)], "it is asked back"
+    assert accounts(pair.d) == {"loading": 3}, "until P has given it back"
+    pair.step_p()
+    pair.step_d()
+    assert Register(ID, "P") in pair.to_p
+    assert not pair.named("Quarantined"), "nothing can write there any more"
     pair.settle()
     assert list(finished_of(pair.events)) == ["other"]
     assert pair.d.requests["d"].wait_cause == "waits for P to announce its prompt's KV"
@@ -653,6 +665,40 @@ def test_an_idle_grant_gives_way_and_its_request_goes_on_by_late_push() -> None:
     pair.step_p()
     assert len(pair.step_d().reads) == 1
     assert not pair.named("LoadFailed")
+
+
+def test_what_was_written_before_it_was_asked_back_is_used() -> None:
+    """Both at the same time: P has let the KV go, so it is nowhere else."""
+    pair = short_of_memory()
+    pair.step_p(prefill())
+    pair.step_p()
+    pair.step_p(pair.written())
+    pair.to_d.clear()
+    pair.step_d()
+    assert pair.to_p == [CancelGrant(ID, 8, 1)]
+    pair.step_p()
+    assert [type(message).__name__ for message in pair.to_d] == ["Written"], "and not that nothing was"
+    pair.step_d()
+    assert pair.named("LoadFinished")
+    assert Withdraw(ID) in pair.to_p, "P may have kept it"
+    pair.settle()
+    assert list(finished_of(pair.events)) == ["p", "d", "other"]
+    assert not pair.named("LoadFailed")
+
+
+def test_a_grant_asked_back_in_vain_is_taken() -> None:
+    pair = short_of_memory(fence_timeout_ns=2 * NS)
+    pair.step_d()
+    pair.to_p.clear()
+    pair.now += NS
+    pair.step_d()
+    assert pair.to_p == [CancelGrant(ID, 8, 1)], "asked again"
+    pair.to_p.clear()
+    pair.now += NS
+    pair.step_d()
+    assert accounts(pair.d) == {"quarantine": 3}
+    pair.settle()
+    assert list(finished_of(pair.events)) == ["other"]
 
 
 def test_a_cancelled_write_leaves_the_kv_to_who_registers_again() -> None:

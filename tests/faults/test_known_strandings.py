@@ -48,12 +48,14 @@ def test_vllm_preempts_its_lone_runner_for_ever() -> None:
 
 # ------------------------------------------------------------------------------------------ WRITE push (spec 9)
 
+SCARCE = {"num_blocks": 12, "max_num_seqs": 1}
+
 #: What happens to a WRITE that the reference has no word for: the world, how it ends, and what still holds memory.
 OF_WRITES: dict[str, tuple[dict[str, Any], Kind, str]] = {
     "the WRITE fails, and nobody tells D": ({"weather": Weather(fail=0.2)}, Kind.STUCK, "as loading"),
     "the one registration is lost": ({"weather": Weather(drop=0.1)}, Kind.STUCK, "as loading"),
     "D has memory for it only after the lease, and is parked for good": (
-        {"weather": Weather(read_ms=300, max_delay_ms=20), "groups": MODELS[0], "num_blocks": 12, "max_num_seqs": 1},
+        {"weather": Weather(read_ms=300, max_delay_ms=20), "groups": MODELS[0], "unlike": False, **SCARCE},
         Kind.STUCK,
         "as loading (granted to P",
     ),

@@ -14,11 +14,13 @@ from pdkv.core.config import STRICT
 from pdkv.core.ledger import Account
 from pdkv.core.ports import Int32Array, Plan
 from pdkv.core.scheduler.request import Request
+from pdkv.core.transfer import consumer
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.grants import Promise, WriteGrants
 from pdkv.core.transfer.lease import Lease, LeaseSlots
 from pdkv.core.transfer.messages import CancelGrant, Fenced
 from pdkv.core.transfer.next_turn import NextTurns
+from pdkv.core.transfer.pairs import pair_blocks
 from pdkv.core.transfer.producer import Producer
 from pdkv.core.transfer.rendezvous import Announcements
 from pdkv.core.transfer.writes import Writes
@@ -181,6 +183,21 @@ def no_grant_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WriteGrants, "overdue", lambda self: [])
 
 
+def units_out_of_order(patch: pytest.MonkeyPatch) -> None:
+    """Of a peer's blocks that are larger or smaller, what is read is the right tokens' KV in the wrong order."""
+
+    def pair(*args: Any) -> tuple[Int32Array, Int32Array]:
+        remote, local = pair_blocks(*args)
+        return remote[::-1], local
+
+    patch.setattr(consumer, "pair_blocks", pair)
+
+
+def partly_loaded_can_be_hit(patch: pytest.MonkeyPatch) -> None:
+    """A block that the smaller ones of a peer's window fill from its middle on is registered as whole."""
+    patch.setattr(consumer, "hide_partly_loaded", lambda *_: None)
+
+
 #: With the world in which each is seen soonest. In bad weather a lease may well expire without a heartbeat, in calm
 #: weather it may not. A lease ends before its WRITE only where D's registrations, which renew it, do not arrive while D
 #: goes on waiting. WRITEs go by NIXL, for copies through shared memory look at the slot, and so at what is wrong.
@@ -204,6 +221,8 @@ PLANTS: dict[Callable[[Any], None], dict[str, Any]] = {
         **BY_NIXL, "weather": Weather(late=0.5, outage=0.3), "kv_load_timeout_ns": 20_000 * MS,
     },
     no_grant_deadline: BY_NIXL,
+    units_out_of_order: {"unlike": True},
+    partly_loaded_can_be_hit: {"groups": MODELS[1], "mode": "pull", "unlike": True, "weather": Weather()},
 }  # fmt: skip
 
 

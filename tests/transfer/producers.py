@@ -170,7 +170,8 @@ def real(transport: str, mover: str) -> Readers:
 def calm_world(seed: int, *, shared_memory: bool | None = None, **settings: Any) -> World:
     """Nothing goes wrong by itself in it, and transfers take long enough for what happens meanwhile."""
     weather = Weather(max_delay_ms=2, read_ms=2000)
-    return World(seed, STRICT, requests=0, weather=weather, num_blocks=BLOCKS, shared_memory=shared_memory, **settings)
+    settings |= {"num_blocks": BLOCKS, "shared_memory": shared_memory, "unlike": False}
+    return World(seed, STRICT, requests=0, weather=weather, **settings)
 
 
 def started(world: World, name: str, number: int, *, heard: bool = True) -> SimulatedSide:

@@ -38,6 +38,8 @@ from pdkv.core.validation import check_source
 from pdkv.errors import BadRequest
 from pdkv.units import NS_PER_S
 
+_GAVE_WAY = "its grant gave way to a request that waits for memory"
+
 
 class PeerNews:
     """Brings it to the producer, the consumer and the scheduler of one engine."""
@@ -98,11 +100,12 @@ class PeerNews:
 
     def _make_way(self) -> None:
         """Memory granted for a prefill that does not begin goes to those who wait for some."""
-        idle = self._consumer.grants.giving_way() if self._scheduler.short_of_memory else None
-        if idle is not None:
-            cause = "its grant gave way to a request that waits for memory"
-            self._consumer.put_off(idle, cause)
-            self._scheduler.put_off(idle.request, cause)
+        grants = self._consumer.grants
+        for promise in grants.unanswered():
+            self._consumer.put_off(promise, _GAVE_WAY)
+            self._scheduler.put_off(promise.request, _GAVE_WAY)
+        if self._scheduler.short_of_memory:
+            grants.recall_idle()
 
     def _on_consumer(self, item: FromConsumer) -> None:
         match item.message:
@@ -138,7 +141,12 @@ class PeerNews:
 
     def _on_producer(self, item: FromProducer) -> None:
         if isinstance(item.message, OfGrant):
-            self._load_ended(self._consumer.on_grant(item.message, item.peer))
+            given_back = self._consumer.grants.given_back(item.message, item.peer)
+            if given_back is None:
+                self._load_ended(self._consumer.on_grant(item.message, item.peer))
+            else:
+                self._consumer.read_later(given_back)
+                self._scheduler.put_off(given_back.request, _GAVE_WAY)
             return
         request = self._consumer.waits.find(item.message.transfer_id, item.peer.engine_id)
         if request is None:  # an answer too many: it has been announced, has ended, or was never asked for

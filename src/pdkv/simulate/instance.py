@@ -273,10 +273,13 @@ class Life:
 
 
 class Instance:
-    """A place where lives of one engine follow each other: ``life`` is the present one, ``None`` while it is down."""
+    """A place where lives of one engine follow each other: ``life`` is the present one, ``None`` while it is down.
+
+    All have the same ``config``.
+    """
 
     def __init__(self, world: World, name: str, port: int, config: EngineConfig) -> None:
-        self._world, self._name, self._port, self._config = world, name, port, config
+        self._world, self._name, self._port, self.config = world, name, port, config
         self._starts = 0
         self.life: Life | None = None
         world.network.listen(port, self._receive)
@@ -285,7 +288,7 @@ class Instance:
     def start(self) -> None:
         """A new life with empty memory and a new engine id."""
         self._starts += 1
-        self.life = Life(self._world, f"{self._name}.{self._starts}", self._port, self._config)
+        self.life = Life(self._world, f"{self._name}.{self._starts}", self._port, self.config)
 
     def kill(self) -> None:
         """kill -9: engine, control thread and mover are gone at once; connections break."""

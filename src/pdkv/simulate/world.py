@@ -24,8 +24,11 @@ from pdkv.simulate.instance import Instance, Life
 from pdkv.simulate.network import Network
 from pdkv.simulate.router import Call, Outcome, Router
 from pdkv.simulate.weather import MS, Weather
+from pdkv.units import cdiv
 
 BLOCK = 4
+#: Tokens of a block on an instance of a world whose instances' blocks differ: each is a multiple of the smaller ones.
+BLOCK_SIZES = (2, BLOCK, 2 * BLOCK)
 MAX_LEN = 40
 _FULL = FullGroup(block_size=BLOCK)
 #: Models: half of all worlds have one of full attention alone.
@@ -36,7 +39,6 @@ MODELS: tuple[tuple[Group, ...], ...] = (
     (_FULL, ChunkedGroup(block_size=BLOCK, chunk=2 * BLOCK)),
     (WindowGroup(block_size=BLOCK, window=2 * BLOCK + 1),),
 )
-_BLOCKS_OF_A_GROUP = MAX_LEN // BLOCK + 1  # that the longest request needs at most
 _LONGEST_PROMPT = 30
 _MOST_TURNS = 3
 #: Behind which of a leg's events a client may leave.
@@ -91,9 +93,9 @@ class Story:
 class World:
     """Everything is drawn from ``seed``; `play` runs it to its end. ``note`` hears all that happens.
 
-    ``groups`` (of the model), ``weather``, ``mode``, ``shared_memory``, ``talks`` and ``settings`` (of every instance's
-    `EngineConfig`) take the place of what would be drawn. ``talks``: up to half of the ``requests`` go on from earlier
-    answers, which are kept for that (pull only).
+    ``groups`` (of the model), ``weather``, ``mode``, ``shared_memory``, ``talks``, ``unlike`` and ``settings`` (of
+    every instance's `EngineConfig`) take the place of what would be drawn. ``talks``: up to half of the ``requests`` go
+    on from earlier answers, which are kept for that (pull only). ``unlike``: instances have blocks of their own sizes.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class World:
         mode: TransferMode | None = None,
         shared_memory: bool | None = None,
         talks: bool | None = None,
+        unlike: bool | None = None,
         note: Note | None = None,
         **settings: Any,
     ) -> None:
@@ -123,12 +126,20 @@ class World:
         self._lots = Random(f"{seed} turns")  # of their own, as above
         if policy.bounded_waits and self.rng.random() < 0.25:
             policy = replace(policy, load_failure="fail")
+        write = lots.random() < 1 / 3 if mode is None else mode == "write"
+        self._sizes = Random(f"{seed} blocks")  # of their own, as above
+        differ = self._sizes.random() < 1 / 3 if unlike is None else unlike
+        self._block_sizes: tuple[int, ...] = BLOCK_SIZES if differ else (BLOCK,)
         self._instances: list[Instance] = []
         prefill = [self._instance(f"P{i}", i, policy) for i in range(self.rng.randrange(1, 3))]
+        if write and self.weather.calm and not all(isinstance(group, FullGroup) for group in self._groups):
+            # P refuses to write what a window begins with into blocks larger than its own (`unlike_target`).
+            least = min(instance.config.block_size for instance in prefill)
+            self._block_sizes = tuple(size for size in self._block_sizes if size <= least)
         decode = [self._instance(f"D{i}", 10 + i, policy) for i in range(self.rng.randrange(1, 3))]
         push = self.rng.random() < 0.5
         if mode is None:
-            mode = "write" if lots.random() < 1 / 3 else "push" if push else "pull"
+            mode = "write" if write else "push" if push else "pull"
         self.router = Router(self, prefill, decode, mode)
         half = self._lots.random() < 0.5
         self.talks = mode == "pull" and (half if talks is None else talks)
@@ -146,12 +157,14 @@ class World:
         return instance
 
     def _config(self, policy: TransferPolicy) -> EngineConfig:
-        rng = self.rng
+        rng, size = self.rng, self._sizes.choice(self._block_sizes)
+        # The longest request fits, and some more tokens; a window needs not begin where a block does.
+        blocks = 1 + cdiv(MAX_LEN, size) + (MAX_LEN // size + 1) * (len(self._groups) - 1)
         drawn = EngineConfig(
-            num_blocks=rng.randrange(11, 30) + _BLOCKS_OF_A_GROUP * (len(self._groups) - 1),
-            block_size=BLOCK,
+            num_blocks=blocks + rng.randrange(0, 19) * BLOCK // size,
+            block_size=size,
             max_model_len=MAX_LEN,
-            groups=self._groups,
+            groups=tuple(replace(group, block_size=size) for group in self._groups),
             max_num_seqs=rng.randrange(1, 9),
             max_num_batched_tokens=rng.choice([8, 24, 64]),
             watermark=rng.choice([0.0, 0.1]),

@@ -243,8 +243,12 @@ class Consumer:
         self._cancels.append(load.handle)
 
     def put_off(self, promise: Promise, cause: str) -> None:
-        """A grant under which nothing is written gives way: its request goes on by late push, and holds no memory."""
+        """A grant gives way that its producer has not given back: its memory is free when it is fenced."""
         self.grants.put_off(promise, cause)
+        self.read_later(promise)
+
+    def read_later(self, promise: Promise) -> None:
+        """A request whose grant has given way goes on by late push, and holds no memory."""
         promise.request.awaited = msgspec.structs.replace(promise.awaited, write=False)
         self.waits.resume(promise.request, promise.deadline_ns)
 

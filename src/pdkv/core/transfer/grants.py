@@ -27,6 +27,7 @@ from pdkv.core.transfer.messages import (
     OfGrant,
     Peer,
     RegisterWrite,
+    Withdraw,
     WriteGrant,
 )
 from pdkv.core.transfer.proof import digest_tokens
@@ -49,6 +50,7 @@ class Promise:
     noted: bool = False  # the producer knows of it
     writing: bool = False
     overdue: bool = False  # told so (policy vllm)
+    recalled_until_ns: int | None = None  # asked back, for others need the memory: until then its producer may answer
 
     @property
     def first(self) -> int:
@@ -185,6 +187,8 @@ class WriteGrants:
             cause = message.reason if isinstance(message, NotWritten) else "the producer has fenced the grant off"
             self._fail(promise, cause)
             return promise.request, cause
+        if promise.recalled_until_ns is not None:  # then its producer may keep it, to be asked for again
+            self._outbox.append(SendMessage(peer, Withdraw(promise.awaited.transfer_id)))
         now_ns = self._journal.now_ns
         self._journal.emit(
             LoadFinished(
@@ -217,18 +221,40 @@ class WriteGrants:
         """The grant that this request waits for."""
         return next((promise for promise in self._promises.values() if promise.request is request), None)
 
-    def giving_way(self) -> Promise | None:
-        """The newest grant that its producer has had for a lease's time and has not begun to write under.
+    def recall_idle(self) -> None:
+        """Ask back the newest grant that its producer has had for a lease's time and has not begun to write under.
 
         While somebody here waits for memory it goes (`strict`), one at a time, each when the one before is fenced. Else
         two instances can wait for each other: grants of D for prefills that P cannot begin, as its leases pin their
         share for requests that D has no memory for.
+
+        It is asked back, not taken: its producer may be writing by now, and what has been written is used.
         """
-        if not self._config.transfer.bounded_waits or self._withdrawn:
-            return None
+        if not self._config.transfer.bounded_waits or self._withdrawn or self._recalled():
+            return
         since_ns = self._journal.now_ns - self._config.lease_ns
         idle = [one for one in self._promises.values() if not one.writing and one.since_ns <= since_ns]
-        return idle[-1] if idle else None
+        if idle:
+            idle[-1].recalled_until_ns = self._journal.now_ns + self._config.fence_timeout_ns
+            self._show(idle[-1], f"asked back from {idle[-1].awaited.peer.engine_id[:80]}: others wait for memory")
+            self._repeat(idle[-1])
+
+    def _recalled(self) -> list[Promise]:
+        return [one for one in self._promises.values() if one.recalled_until_ns is not None]
+
+    def unanswered(self) -> list[Promise]:
+        """Grants that were asked back in vain: they are taken."""
+        return [one for one in self._recalled() if (one.recalled_until_ns or 0) <= self._journal.now_ns]
+
+    def given_back(self, message: OfGrant, peer: Peer) -> Promise | None:
+        """The grant that was asked back, and that ``message`` returns: nothing was, or will be, written under it."""
+        promise = self._promises.get(message.grant_id)
+        if promise is None or promise.recalled_until_ns is None or not isinstance(message, Fenced):
+            return None
+        if message.nonce != self._slots.nonce or promise.awaited.peer != peer:
+            return None
+        self._close(promise)
+        return promise
 
     def take_back(self, promise: Promise, cause: str) -> None:
         """Nobody waits for it any more."""
@@ -252,13 +278,20 @@ class WriteGrants:
         withdrawn = Withdrawn(request.request_id, promise.awaited, grant, deadline_ns, self._journal.now_ns)
         self._withdrawn[grant.grant_id] = withdrawn
         if self._config.transfer.push_answers:
-            self._cancel(withdrawn)
+            withdrawn.next_cancel_ns = self._cancel(withdrawn)
 
-    def _cancel(self, withdrawn: Withdrawn) -> None:
-        withdrawn.next_cancel_ns = self._journal.now_ns + self._config.fence_timeout_ns // _CANCELS_PER_FENCE
-        grant, awaited = withdrawn.grant, withdrawn.awaited
-        cancel = CancelGrant(awaited.transfer_id, grant.nonce, grant.grant_id)
-        self._outbox.append(SendMessage(awaited.peer, cancel))
+    def _cancel(self, one: Promise | Withdrawn) -> int:
+        """Tell its producer; returns when it must be told again."""
+        cancel = CancelGrant(one.awaited.transfer_id, one.grant.nonce, one.grant.grant_id)
+        self._outbox.append(SendMessage(one.awaited.peer, cancel))
+        return self._journal.now_ns + self._config.fence_timeout_ns // _CANCELS_PER_FENCE
+
+    def _repeat(self, promise: Promise) -> None:
+        """Tell its producer that somebody waits, or that it is asked back."""
+        if promise.recalled_until_ns is None:
+            self._register(promise)
+        else:
+            promise.next_register_ns = self._cancel(promise)
 
     def on_fenced(self, grant_ids: tuple[int, ...]) -> None:
         """Seen to here: nothing can be written under these any more."""
@@ -329,10 +362,10 @@ class WriteGrants:
         now_ns = self._journal.now_ns
         for promise in self._promises.values():
             if promise.next_register_ns <= now_ns:
-                self._register(promise)
+                self._repeat(promise)
         for grant_id, withdrawn in self._withdrawn.items():
             if withdrawn.next_cancel_ns <= now_ns:
-                self._cancel(withdrawn)
+                withdrawn.next_cancel_ns = self._cancel(withdrawn)
             if withdrawn.deadline_ns <= now_ns:
                 self._evict.append(grant_id)
                 withdrawn.deadline_ns = now_ns + self._config.fence_timeout_ns

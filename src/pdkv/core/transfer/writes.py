@@ -196,7 +196,7 @@ class Writes:
         key = key_of(message)
         write = self._find(key)
         if write is None:
-            self._settle(key, origin, Fenced(*key))
+            self._settle(key, origin, self._over.get(key, Fenced(*key)))  # what was written before is, all of it
             return
         write.origin, write.cancelled = origin, True
         self._stop(write, _CANCELLED)
