@@ -132,7 +132,7 @@ class Roster:
         request.gave_way = True
 
     def announced(self, request: Request) -> None:
-        """Its KV is there. Who had stood back for others goes first now: a lease on the producer's side waits for it."""
+        """Its KV is there. Who had stood back for others goes first now: a lease at its producer waits for it."""
         if request.gave_way:
             request.gave_way = False
             self.blocked_by = None
