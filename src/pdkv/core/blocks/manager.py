@@ -13,7 +13,7 @@ from pdkv.core.blocks.groups import NO_DRAFTING, CrossGroup, Drafting, Granulari
 from pdkv.core.blocks.growth import RunningGrowth
 from pdkv.core.blocks.holders import Hit, Holder, no_hit
 from pdkv.core.blocks.kinds import index_for, kind_of
-from pdkv.core.blocks.kinds.base import Demand, Settings
+from pdkv.core.blocks.kinds.base import Demand, Settings, StateDemand
 from pdkv.core.blocks.kinds.state import StateKind
 from pdkv.core.blocks.lookup import PrefixLookup
 from pdkv.core.blocks.owners import Owners
@@ -68,6 +68,7 @@ class KVCacheManager(Owners):
         paged = (group.block_size for group in groups if is_paged(group))
         self.paged_block_size = next(paged, self.block_size)  # by which peers tell each other how large blocks are
         self._states = [kind for kind in self.kinds if isinstance(kind, StateKind)]
+        self._demand = StateDemand if self._states else Demand
         self._lookup = PrefixLookup(self.kinds)
         self.nothing = no_hit(len(groups))
         crossing = [group.encoder_tokens for group in groups if isinstance(group, CrossGroup)]
@@ -149,12 +150,13 @@ class KVCacheManager(Owners):
         """Blocks that the request still needs for all its known tokens."""
         whole = self._whole(request.num_tokens, request.num_computed, encoder=request.new.encoder_tokens)
         whole.slots += self._step_tokens
-        whole.prefill_end = self._prefill_end(request)
+        if isinstance(whole, StateDemand):
+            whole.prefill_end = self._prefill_end(request)
         return max(self._blocks_needed(self._holders.get(request.request_id), whole), 0)
 
     def _whole(self, tokens: int, computed: int = 0, *, encoder: int) -> Demand:
         tokens = min(tokens, self.max_model_len)
-        return Demand(
+        return self._demand(
             slots=tokens, main=tokens, local=computed, total=computed, hit=self.nothing, whole=True, encoder=encoder
         )
 
@@ -206,16 +208,17 @@ class KVCacheManager(Owners):
         holder = self._holders.get(request.request_id)
         if full_sequence_must_fit:
             slots = min(known, self.max_model_len)
-            whole = Demand(
-                slots=slots, main=slots, local=local, total=total, hit=hit, whole=True, encoder=encoder,
-                prefill_end=self._prefill_end(request),
-            )  # fmt: skip
+            whole = self._demand(
+                slots=slots, main=slots, local=local, total=total, hit=hit, whole=True, encoder=encoder
+            )
+            if isinstance(whole, StateDemand):
+                whole.prefill_end = self._prefill_end(request)
             if self._blocks_needed(holder, whole) + watermark > self.pool.num_free:
                 return None
         main = total + new_tokens
         slots = min(main + lookahead_tokens, self.max_model_len)
-        demand = Demand(slots=slots, main=main, local=local, total=total, hit=hit, encoder=encoder)
-        if self._states:
+        demand = self._demand(slots=slots, main=main, local=local, total=total, hit=hit, encoder=encoder)
+        if isinstance(demand, StateDemand):
             demand.prefill_end = self._prefill_end(request)
         if holder is not None:
             for kind in self._recycling:

@@ -40,8 +40,7 @@ class Demand:
 
     ``local`` tokens are computed or hit here, ``total`` with those that a peer supplies. ``whole`` asks for the whole
     known sequence (the admission gate): kinds that recycle blocks then count what they hold at most at once.
-    ``encoder`` are the tokens that the encoder put out. ``prefill_end`` is where the prompt's computation ends (0: not
-    to be looked at), ``checkpoints`` what `blocks_needed` has found for state groups (`GroupHold.checkpoint`).
+    ``encoder`` are the tokens that the encoder put out.
     """
 
     slots: int
@@ -51,6 +50,16 @@ class Demand:
     hit: Hit
     whole: bool = False
     encoder: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class StateDemand(Demand):
+    """The demand in models with groups of states (of its own: others should not pay for it).
+
+    ``prefill_end`` is where the prompt's computation ends (0: not to be looked at), ``checkpoints`` what
+    `Kind.blocks_needed` has found for state groups (`GroupHold.checkpoint`).
+    """
+
     prefill_end: int = 0
     checkpoints: dict[int, tuple[int, int]] | None = None
 

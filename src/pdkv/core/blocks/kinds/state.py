@@ -9,7 +9,16 @@ import numpy as np
 from pdkv.core.blocks.groups import StateGroup
 from pdkv.core.blocks.hashing import HashChain
 from pdkv.core.blocks.holders import GroupHold, Holder
-from pdkv.core.blocks.kinds.base import EMPTY, Demand, JointIndex, Kind, Settings, resume_point, unit_hashes
+from pdkv.core.blocks.kinds.base import (
+    EMPTY,
+    Demand,
+    JointIndex,
+    Kind,
+    Settings,
+    StateDemand,
+    resume_point,
+    unit_hashes,
+)
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.blocks.tables import NULL_BLOCK, TableStore
 from pdkv.core.ports import BlockIds, BoolArray, Int32Array, Int64Array
@@ -105,6 +114,7 @@ class StateKind(Kind):
             new = max(new, 0) + 1
         checkpoint = self._spec.checkpoint_blocks and self._checkpoint(hold, demand)
         if checkpoint and not demand.whole:
+            assert isinstance(demand, StateDemand)
             demand.checkpoints = (demand.checkpoints or {}) | {self.group: checkpoint}
         if new > 0:
             first = hold is None or not hold.has_state
@@ -115,6 +125,7 @@ class StateKind(Kind):
         """(tokens, entry) of a state inside the chunk that gets the column in front of the chunk's last one."""
         start, end = demand.total, demand.main
         position = resume_point(end, self.settings.sizes.hit_tokens, drafted=self._drafted)
+        assert isinstance(demand, StateDemand)
         fits = self._spec.checkpoint_fits(start, end, position, hash_tokens=self.settings.sizes.hash_tokens)
         if not fits or end < demand.prefill_end:
             return None
@@ -135,6 +146,7 @@ class StateKind(Kind):
         hold = holder.groups[self.group]
         table, before = hold.table, len(hold.table)
         required = cdiv(demand.main, self.block_size) + self._drafts
+        assert isinstance(demand, StateDemand)
         hold.checkpoint = demand.checkpoints.get(self.group) if demand.checkpoints else None
         if required <= before and hold.partial is None and hold.checkpoint is None:
             hold.has_state = True
