@@ -83,6 +83,14 @@ def test_strict_strands_nothing_of_it(stranding: str) -> None:
         assert story.violation is None, story.violation
 
 
+def test_vllm_loses_memory_and_nothing_else() -> None:
+    """No answer is wrong, no engine fails, no account is off, whatever comes."""
+    found = (World(seed, VLLM, requests=40).play().violation for seed in range(40))
+    kinds = {violation.kind for violation in found if violation is not None}
+    assert kinds <= {Kind.STUCK, Kind.STRANDED, Kind.WASTE}, kinds
+    assert Kind.STUCK in kinds
+
+
 def test_strict_lets_go_of_the_same_loads() -> None:
     for more in ({"weather": Weather(hang=0.2)}, {"weather": Weather(hang=0.05, abort=1.0)}, ROUND_IN_CIRCLES):
         for seed in range(3):

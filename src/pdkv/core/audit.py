@@ -43,7 +43,10 @@ class Audit:
             self._count_claims(owners)
             self._engine.check_queues()
             self._seen = now
-        self._engine.scheduler.running.check(singly=True)
+        scheduler = self._engine.scheduler
+        scheduler.running.check(singly=True)
+        if scheduler.encoder is not None:
+            scheduler.encoder.cache.check()
 
     def _count_blocks(self) -> None:
         """Ledger and free queue, as `BlockPool.check`."""

@@ -259,12 +259,9 @@ class Engine:
         residency = self.manager.pool.residency
         return residency.take() if residency is not None else ()
 
-    def check(self, *, content: bool = True) -> None:
-        """Recount everything; raises ``AssertionError`` on any difference.
-
-        Without ``content`` what the prefix indexes say is left out: most of the work.
-        """
-        self.manager.check(content=content)
+    def check(self) -> None:
+        """Recount everything; raises ``AssertionError`` on any difference."""
+        self.manager.check()
         self.scheduler.running.check()
         if self.scheduler.encoder is not None:
             self.scheduler.encoder.cache.check()

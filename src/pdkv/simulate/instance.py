@@ -252,7 +252,7 @@ class Life:
     # -------------------------------------------------------------------------------------------------------- judging
 
     def _check(self) -> None:
-        """Everything is recounted after each event, but what the prefix index says, which is seven times the work."""
+        """What the event has changed is recounted, everything now and then."""
         self._audit.check()
 
     def _check_deadlines(self) -> None:

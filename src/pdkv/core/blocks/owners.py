@@ -203,9 +203,9 @@ class Owners:
             count += len(blocks)
         return count
 
-    def check(self, *, content: bool = True) -> None:
+    def check(self) -> None:
         """Recount pool, ledger and owners; raises ``AssertionError`` on any difference."""
-        self.pool.check(content=content)
+        self.pool.check()
         assert not self.pool.copies, "owners: a copy without an owner"
         tables, sizes = [_EMPTY], []
         for key, holder in self._holders.items():

@@ -195,15 +195,12 @@ class BlockPool:
         """Equal to that of another time when holds and free queue are the same."""
         return self.ledger.fingerprint(), self._queue.fingerprint(), len(self.copies)
 
-    def check(self, *, content: bool = True) -> None:
-        """Recount the pool from scratch; raises ``AssertionError`` on any difference.
-
-        Without ``content`` what the prefix indexes say is left out: most of the work.
-        """
+    def check(self) -> None:
+        """Recount the pool from scratch; raises ``AssertionError`` on any difference."""
         order = self.free_order()
         assert len(order) == self.num_free, "free queue: length differs"
         self.ledger.check()
-        for index in self.indexes if content else ():
+        for index in self.indexes:
             index.check()
         idle = self.ledger.all_holders() == 0
         idle[0] = False
