@@ -1,8 +1,11 @@
-"""NIXL between unlike pools: regrouped by the CPU in a few large pieces, or copy by copy; buffers are given back."""
+"""NIXL between unlike pools: regrouped by the CPU in a few large pieces, or copy by copy; buffers are given back, and
+none before nothing uses it any more."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +19,7 @@ from pdkv.runtime.geometry import Geometry
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.transports.base import Permit, Slice, TransferMemory, TransportError
 from pdkv.runtime.transports.segments import Mapping
-from pdkv.runtime.wire import PeerMemory
+from pdkv.runtime.wire import NixlOffer, PeerMemory
 
 pytestmark = needs_nixl
 
@@ -27,20 +30,40 @@ UNITS = np.arange(8, dtype=np.int32)
 PERMIT = Permit(0, (1, 1))
 
 
+BUFFERS = 8
+
+
 class Two:
-    """A peer, and our transport that has connected to it; pools of KV as `meant`."""
+    """A peer "p", and our transport that has connected to it; pools of KV as `meant`. There may be more peers."""
 
     def __init__(self) -> None:
         from pdkv.runtime.transports.nixl import NixlTransport
 
         rng = np.random.default_rng(0)
         self.kv = meant(THEIRS, rng)
-        self.peer, self.own = (
-            TransferMemory(SharedMemory(pool.nbytes), SharedMemory(64), pool, 4) for pool in (THEIRS, OURS)
-        )
-        self.theirs = NixlTransport("theirs", self.peer)
+        self.own = memory_of(OURS)
         self.ours: Any = NixlTransport("ours", self.own)
-        self.ours.connect("p", PeerMemory(geometry=THEIRS, num_slots=4, nixl=self.theirs.offer))
+        self.free: list[int] = self.ours._bounce._free
+        self.peers: list[tuple[NixlTransport, TransferMemory]] = []
+        self.peer = self.join("p")
+        self.theirs = self.peers[0][0]
+
+    def join(self, name: str) -> TransferMemory:
+        """One more peer, connected; its memory."""
+        from pdkv.runtime.transports.nixl import NixlTransport
+
+        memory = memory_of(THEIRS)
+        self.peers.append((NixlTransport(name, memory), memory))
+        self.connect(name, self.peers[-1][0].offer)
+        return memory
+
+    def connect(self, name: str, offer: NixlOffer) -> None:
+        self.ours.connect(name, PeerMemory(geometry=THEIRS, num_slots=4, nixl=offer))
+
+    def progress(self) -> None:
+        """What the peers' movers do all the time."""
+        for transport, _ in self.peers:
+            transport.progress()
 
     def bytes_of(self, memory: TransferMemory) -> Any:
         return memory.pool.array(np.uint8, memory.pool.nbytes)  # type: ignore[union-attr]
@@ -53,15 +76,18 @@ class Two:
         until = time.monotonic() + 20
         while not self.ours.done(copy):
             assert time.monotonic() < until
-            self.theirs.progress()
+            self.progress()
         return len(copy.local)
 
     def close(self) -> None:
-        for one in (self.ours, self.theirs):
-            one.close()
-        for memory in (self.peer, self.own):
-            memory.pool.close()
+        for transport, memory in ((self.ours, self.own), *self.peers):
+            transport.close()
+            memory.pool.close()  # type: ignore[union-attr]
             memory.slots.close()
+
+
+def memory_of(pool: Geometry) -> TransferMemory:
+    return TransferMemory(SharedMemory(pool.nbytes), SharedMemory(64), pool, 4)
 
 
 @pytest.fixture
@@ -79,7 +105,7 @@ def test_both_ways_put_every_head_where_it_belongs(two: Two, free: bool, writes:
     wanted = theirs if writes else ours
     two.bytes_of(source)[:] = ours if writes else theirs
     (part,) = two.slices(writes=writes)
-    held = [] if free else [two.ours._bounce.take(part) for _ in range(8)]
+    held = [] if free else [two.ours._bounce.take(part) for _ in range(BUFFERS)]
     assert (two.ours._bounce.take(part) is None) == (not free)
     (copy,) = two.ours.prepare("p", [part], PERMIT if writes else None)
     two.ours.post(copy)
@@ -90,21 +116,92 @@ def test_both_ways_put_every_head_where_it_belongs(two: Two, free: bool, writes:
 
 def test_buffers_come_back_however_a_copy_ends(two: Two) -> None:
     (part,) = two.slices()
-    free = two.ours._bounce._free
-    before = len(free)
-    for _ in range(3 * before):
+    for _ in range(3 * BUFFERS):
         posted, left = two.ours.prepare("p", [part, part])
         two.ours.post(posted)
         two.descriptors(posted)
         two.ours.discard(left)
-    assert len(free) == before
+    assert len(two.free) == BUFFERS
     offer = two.theirs.offer
     elsewhere = msgspec.structs.replace(offer, pool_address=offer.pool_address + (1 << 40))
-    two.ours.connect("q", PeerMemory(geometry=THEIRS, num_slots=4, nixl=elsewhere))
+    two.connect("q", elsewhere)
     (refused,) = two.ours.prepare("q", [part])
     with pytest.raises(TransportError, match="NIXL refuses the read"):
         two.ours.post(refused)
-    assert len(free) == before
+    assert len(two.free) == BUFFERS
+
+
+@pytest.mark.parametrize("then", ["ends meanwhile", "is posted again", "fails as well"])
+@pytest.mark.parametrize("writes", [False, True], ids=["READ", "WRITE"])
+def test_a_fence_leaves_the_buffers_of_others_alone(
+    two: Two, writes: bool, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy to one peer fails while one to another is under way: NIXL does it all, only what it says is changed."""
+    other = two.join("q")
+    theirs, ours = laid_out(two.kv, THEIRS), laid_out(two.kv[::-1], OURS)
+    source, target, wanted = (two.own, other, theirs) if writes else (other, two.own, ours)
+    two.bytes_of(source)[:] = ours if writes else theirs
+    if not writes:
+        two.bytes_of(two.peer)[:] = ~theirs  # what fails leaves nothing behind
+    instead, posts, real = {"p": "PROC", "q": "PROC"}, Counter[str](), two.ours._status
+
+    def status(call: str, flight: Any) -> str:
+        posts[flight.peer] += call == "transfer"
+        two.progress()
+        return instead.get(flight.peer, real(call, flight))
+
+    monkeypatch.setattr(two.ours, "_status", status)
+    monkeypatch.setattr("pdkv.runtime.transports.nixl._DRAIN_S", 0.05 if then == "is posted again" else 20)
+    (part,) = two.slices(writes=writes)
+    copies: list[Any] = []
+    for name in ("p", "q"):
+        copies += two.ours.prepare(name, [part], PERMIT if writes else None)
+        two.ours.post(copies[-1])
+    failing, goes_on = copies
+    assert len(two.free) == BUFFERS - 2
+    instead["p"] = "NIXL says ERR"
+    if then == "ends meanwhile":
+        del instead["q"]
+    elif then == "fails as well":
+        instead["q"] = "NIXL says ERR"
+    with pytest.raises(TransportError, match=f"p: the {'write' if writes else 'read'} failed: NIXL says ERR"):
+        two.ours.done(failing)
+    assert posts == {"p": 1, "q": 2 if then == "is posted again" else 1}
+    if then == "is posted again":
+        assert not two.ours.done(goes_on)
+        assert len(two.free) == BUFFERS - 1
+        assert goes_on.bounce not in two.free
+        if not writes:
+            assert not two.bytes_of(two.own).any()
+        del instead["q"]
+    if then == "fails as well":
+        with pytest.raises(TransportError, match=f"q: the {'write' if writes else 'read'} failed: NIXL says ERR"):
+            two.ours.done(goes_on)
+        assert writes or not two.bytes_of(two.own).any()
+    else:
+        two.descriptors(goes_on)
+        assert np.array_equal(two.bytes_of(target), wanted)
+    assert sorted(set(two.free)) == sorted(two.free)
+    assert len(two.free) == BUFFERS
+
+
+def test_an_agent_that_cannot_be_made_leaves_no_memory_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdkv.runtime.transports.nixl import NixlTransport
+
+    memory = memory_of(OURS)
+    before = own_memory()
+    monkeypatch.setenv("UCX_TLS", "no-such-transport")
+    with pytest.raises(TransportError, match="cannot make its UCX agent for DRAM memory"):
+        NixlTransport("ours", memory)
+    assert own_memory() == before
+    memory.pool.close()  # type: ignore[union-attr]
+    memory.slots.close()
+
+
+def own_memory() -> list[str]:
+    """The memory files that this process has open."""
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return sorted(os.readlink(link) for link in links if os.path.lexists(link) and "memfd:" in os.readlink(link))
 
 
 def test_peers_reach_pool_and_slots_only(two: Two) -> None:
@@ -114,7 +211,7 @@ def test_peers_reach_pool_and_slots_only(two: Two) -> None:
     assert isinstance(two.theirs, NixlTransport)
     for memory in (two.theirs._bounce.memory, two.theirs._scratch):
         offer = msgspec.structs.replace(two.theirs.offer, pool_address=memory.address, slots_address=memory.address)
-        two.ours.connect("q", PeerMemory(geometry=THEIRS, num_slots=4, nixl=offer))
+        two.connect("q", offer)
         (part,) = two.slices()
         (copy,) = two.ours.prepare("q", [part])
         with pytest.raises(TransportError, match="NIXL refuses the read"):

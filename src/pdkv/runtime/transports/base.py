@@ -115,9 +115,11 @@ class Copy(Protocol):
 
 
 class Transport(Protocol):
-    """One-sided reads and writes. All calls come from one thread. They return at once, but for `post` (one slice at
-    most) and for those that find out about a failure (a second or so, to make sure that nothing lands after they have
-    told it).
+    """One-sided reads and writes. All calls come from one thread. They return at once, but for
+
+    - `post`, which may copy one slice, or regroup one that is to be written (`segments.REGROUPED_BYTES` at most);
+    - `done`, which may put the heads of a slice that was regrouped where they belong (as many bytes at most);
+    - those that find out about a failure: a second or so, to make sure that nothing lands after they have told it.
     """
 
     @property
@@ -138,7 +140,10 @@ class Transport(Protocol):
         """Raise `TransportError` at once when ``peer`` is known to be gone."""
 
     def prepare(self, peer: str, parts: Sequence[Slice], permit: Permit | None = None) -> list[Copy]:
-        """Get ready to copy slices into the pool: all that can be done before. Nothing moves yet.
+        """Get ready to copy slices into the pool. Nothing moves yet.
+
+        Between like pools all that can be done before is done; of a slice between unlike pools NIXL's descriptors are
+        made when it is posted, because only then it is known whether there is a buffer to regroup it in.
 
         With a ``permit`` from the pool into the peer's; then `post` may raise because the permit is over.
         """
@@ -153,7 +158,7 @@ class Transport(Protocol):
         """Let go of a copy that is not under way: one that will not be posted, or whose value nobody wants."""
 
     def done(self, copy: Copy) -> bool:
-        """Whether the copy is over; raises `TransportError` when it is over and failed."""
+        """Whether the copy is over, every byte in its place; raises `TransportError` when it is over and failed."""
 
     def slot_value(self, copy: Copy) -> tuple[int, int]:
         """(nonce, lease id) as read by a finished copy of `prepare_slot`; called once per copy."""

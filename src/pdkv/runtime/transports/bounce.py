@@ -22,9 +22,10 @@ _DESCRIPTOR_BYTES = 8 << 10
 
 
 class BounceBuffers:
-    """A few buffers for one slice each. Their pages are committed as they are first written."""
+    """A few buffers for one slice each of ``pool``, ours. Their pages are committed as they are first written."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: SharedMemory) -> None:
+        self._pool = pool
         self.memory = SharedMemory(_BUFFERS * REGROUPED_BYTES, "pdkv-bounce")
         self._bytes = self.memory.array(np.uint8, self.memory.nbytes)
         self._free = list(range(0, self.memory.nbytes, REGROUPED_BYTES))
@@ -41,21 +42,21 @@ class BounceBuffers:
         """Nothing uses the buffer at ``at`` any more."""
         self._free.append(at)
 
-    def scatter(self, at: int, part: Slice, pool: SharedMemory) -> None:
+    def scatter(self, at: int, part: Slice) -> None:
         """Copy ``part`` from the images in the buffer at ``at`` to its places in our pool."""
         assert part.images is not None
         assert part.grid is not None
         starts = np.column_stack((at + part.images.places, part.segments[:, 1]))
         strides = part.grid.image, part.grid.own
-        copy_cells(self._bytes, _bytes_of(pool), starts, strides, part.grid, int(part.segments[0, 2]))
+        copy_cells(self._bytes, _bytes_of(self._pool), starts, strides, part.grid, int(part.segments[0, 2]))
 
-    def gather(self, at: int, part: Slice, pool: SharedMemory) -> None:
+    def gather(self, at: int, part: Slice) -> None:
         """Make the images of ``part`` out of our pool, in the buffer at ``at``."""
         assert part.images is not None
         assert part.grid is not None
         starts = np.column_stack((part.segments[:, 1], at + part.images.places))
         strides = part.grid.own, part.grid.image
-        copy_cells(_bytes_of(pool), self._bytes, starts, strides, part.grid, int(part.segments[0, 2]))
+        copy_cells(_bytes_of(self._pool), self._bytes, starts, strides, part.grid, int(part.segments[0, 2]))
 
     def close(self) -> None:
         """Give the memory back."""

@@ -98,11 +98,17 @@ class NixlTransport:
         self._scratch = SharedMemory(_SCRATCH_SLOTS * SLOT_BYTES, "pdkv-scratch")
         self._scratch_words = self._scratch.array(_WORD, (_SCRATCH_SLOTS, 2))
         self._cells = list(range(_SCRATCH_SLOTS))
-        self._bounce = BounceBuffers()
+        # Only the CPU regroups: a pool in a GPU has no use for buffers.
+        self._bounce = BounceBuffers(memory.pool) if isinstance(memory.pool, SharedMemory) else None
         self._peers: dict[str, _Peer] = {}
         self._prepared: list[_Flight] = []  # not posted yet
         self._flights: list[_Flight] = []  # posted, not over
-        self._agent = NixlAgent(agent_name, memory, (self._scratch, self._bounce.memory))
+        own = (self._scratch,) if self._bounce is None else (self._scratch, self._bounce.memory)
+        try:
+            self._agent = NixlAgent(agent_name, memory, own)
+        except TransportError:
+            self._close_memory()
+            raise
 
     @property
     def offer(self) -> NixlOffer:
@@ -176,15 +182,15 @@ class NixlTransport:
         """Decide how ``part`` is moved: regrouped by the CPU where that is quicker and there is a buffer for it."""
         pool, offer, images = self._memory.pool, self._peers[flight.peer].offer, part.images
         flight.remote_kind = offer.pool_kind
-        flight.bounce = self._bounce.take(part) if isinstance(pool, SharedMemory) else None
+        flight.bounce = None if self._bounce is None else self._bounce.take(part)
         if flight.bounce is None:
             flight.local_kind = pool.kind
             flight.local, flight.remote = self._direct(flight.peer, part.expanded())
             return
         assert images is not None
-        assert isinstance(pool, SharedMemory)
+        assert self._bounce is not None
         if flight.operation == "WRITE":
-            self._bounce.gather(flight.bounce, part, pool)
+            self._bounce.gather(flight.bounce, part)
         first = self._bounce.memory.address + flight.bounce
         flight.local = descriptors(first + np.arange(len(images.pieces)) * images.size, images.size)
         flight.remote = descriptors(images.pieces + offer.pool_address, images.size, offer.pool_device)
@@ -243,9 +249,14 @@ class NixlTransport:
 
     def close(self) -> None:
         self._drop_agent()
+        self._close_memory()
+
+    def _close_memory(self) -> None:
+        """Give back what is ours; no agent may know it any more."""
         del self._scratch_words
         self._scratch.close()
-        self._bounce.close()
+        if self._bounce is not None:
+            self._bounce.close()
 
     def _make_ready(self, flight: _Flight) -> _Flight:
         try:
@@ -288,17 +299,18 @@ class NixlTransport:
             self._release(flight)
             if flight.bounce is not None and flight.operation == "READ":
                 assert flight.part is not None
-                assert isinstance(self._memory.pool, SharedMemory)
-                self._bounce.scatter(flight.bounce, flight.part, self._memory.pool)
+                assert self._bounce is not None
+                self._bounce.scatter(flight.bounce, flight.part)
             self._over(flight, None)
         elif status != "PROC":
-            self._fence(flight, f"{flight.peer}: the {flight.operation.lower()} failed: {status}")
+            self._fence(flight, _failure(flight, status))
 
     def _over(self, flight: _Flight, error: str | None) -> None:
         flight.over, flight.error, flight.handle = True, error, None
         if flight in self._flights:
             self._flights.remove(flight)
         if flight.bounce is not None:
+            assert self._bounce is not None
             self._bounce.give_back(flight.bounce)
             flight.bounce = None
         if error is not None:
@@ -351,7 +363,7 @@ class NixlTransport:
                 if status == "DONE":
                     self._took(other, status)
                 else:  # it is over once the agent is gone
-                    self._peers[other.peer].failed = f"{other.peer}: the read failed: {status}"
+                    self._peers[other.peer].failed = _failure(other, status)
             time.sleep(_DRAIN_POLL_S)
 
     def _drop_agent(self) -> None:
@@ -369,3 +381,7 @@ class NixlTransport:
         except Exception as error:
             handle._released = True  # still active: it goes with the agent
             log.debug("NIXL keeps a request until its agent goes: %s", str(error))  # a log may keep `error`
+
+
+def _failure(flight: _Flight, status: str) -> str:
+    return f"{flight.peer}: the {flight.operation.lower()} failed: {status}"
