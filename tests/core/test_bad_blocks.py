@@ -7,13 +7,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.core.helpers import arrived, assert_all_free, failed, finished_of, make_engine, new_request, source_for, step
+from tests.core.helpers import (
+    NS,
+    arrived,
+    assert_all_free,
+    counting_prompt,
+    failed,
+    finished_of,
+    make_engine,
+    new_request,
+    source_for,
+    step,
+)
 
-from pdkv.core.blocks.groups import FullGroup, WindowGroup
+from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Group, WindowGroup
 from pdkv.core.config import STRICT, VLLM, TransferPolicy
 from pdkv.core.engine import Engine
 from pdkv.core.events import Event, FinishReason
 from pdkv.core.ports import Outputs, Plan
+from pdkv.core.scheduler.limits import PauseState
+from pdkv.core.scheduler.request import Status
 from pdkv.errors import ConfigError
 
 RECOMPUTE = dataclasses.replace(VLLM, load_failure="recompute")
@@ -154,6 +167,95 @@ def test_a_plan_under_way_on_bad_blocks_counts_for_nothing() -> None:
     engine.complete(fourth.step_id, Outputs(tokens=np.asarray([8], dtype=np.int32)), 0)
     engine.check()
     assert engine.requests["a"].tokens[-2:].tolist() == [5, 8]
+
+
+def loaded_behind_one_that_runs(policy: TransferPolicy) -> Engine:
+    """l has loaded four blocks, and waits for the one place, where a runs."""
+    engine = make_engine(max_num_seqs=1, max_num_batched_tokens=64, transfer=policy)
+    plan, _ = step(engine, 0, [new_request("l", 16, max_tokens=2, source=source_for(16, 4))])
+    step(engine, 0, [new_request("a", 4, max_tokens=20)])
+    step(engine, 0, [arrived(plan)])
+    assert engine.requests["l"].status is Status.LOADED
+    return engine
+
+
+LATE_FREES = dataclasses.replace(STRICT, failure_frees_at_once=False)
+
+
+@pytest.mark.parametrize("state", [PauseState.UNPAUSED, PauseState.PAUSED_ALL])
+@pytest.mark.parametrize("policy", [STRICT, LATE_FREES])
+def test_a_loaded_request_whose_first_block_is_bad_starts_over(policy: TransferPolicy, state: PauseState) -> None:
+    engine = loaded_behind_one_that_runs(policy)
+    request = engine.requests["l"]
+    engine.pause(state)
+    report(engine, int(engine.manager.blocks_of("l")[0]))
+    assert request.num_computed == 0
+    assert (engine.manager.num_blocks_of("l") == 0) is policy.failure_frees_at_once
+    assert engine.scheduler.next_deadline_ns() is None
+    step(engine, 61 * NS)
+    engine.pause(PauseState.UNPAUSED)
+    events = [event for _ in range(25) for event in step(engine, 62 * NS)[1]]
+    assert {key: one.reason for key, one in finished_of(events).items()} == dict.fromkeys("al", FinishReason.LENGTH)
+    assert finished_of(events)["l"].cached_tokens == 0
+    assert_all_free(engine)
+
+
+def test_a_loaded_request_keeps_what_lies_before_the_first_bad_block_and_its_deadline() -> None:
+    engine = loaded_behind_one_that_runs(STRICT)
+    report(engine, int(engine.manager.blocks_of("l")[2]))
+    assert (engine.requests["l"].status, engine.requests["l"].num_computed) == (Status.LOADED, 8)
+    step(engine, 61 * NS)
+    assert engine.manager.num_blocks_of("l") == 0, "there was no place for it in time"
+
+
+def test_a_load_that_had_hit_the_bad_block_here_leaves_nothing_to_be_hit() -> None:
+    engine = make_engine(transfer=STRICT)
+    step(engine, 0, [new_request("a", counting_prompt(8), max_tokens=1)])
+    plan, _ = step(engine, 0, [new_request("l", counting_prompt(17), max_tokens=1, source=source_for(17, 4))])
+    assert engine.requests["l"].num_computed == 17
+    report(engine, int(engine.manager.blocks_of("l")[1]))
+    later, _ = step(engine, 0, [new_request("c", counting_prompt(9), max_tokens=1)])
+    assert later.batch.num_computed.tolist() == [4]
+    plan, _ = step(engine, 0, [arrived(plan)])
+    assert plan.batch.num_computed.tolist() == [4]
+
+
+@pytest.mark.parametrize("bad", [slice(None), slice(1, 2)])
+def test_what_an_ended_request_left_behind_a_bad_block_is_not_hit(bad: slice) -> None:
+    """Not even once another request has computed the bad block again."""
+    engine = make_engine(transfer=STRICT)
+    prompt = counting_prompt(17)
+    plan, _ = step(engine, 0, [new_request("a", prompt, max_tokens=1)])
+    assert_all_free(engine)
+    report(engine, *plan.batch.block_tables[0, :4][bad].tolist())
+    plan, _ = step(engine, 0, [new_request("c", prompt[:9], max_tokens=1)])
+    assert plan.batch.num_computed.tolist() == [0]
+    plan, _ = step(engine, 0, [new_request("d", prompt, max_tokens=1)])
+    assert plan.batch.num_computed.tolist() == [8], "of c's blocks alone"
+
+
+def test_tokens_of_a_plan_that_is_void_already_were_never_computed() -> None:
+    engine = make_engine(transfer=STRICT, max_outstanding_plans=2, long_prefill_token_threshold=8, num_blocks=65)
+    plans = [engine.schedule(0, [new_request("a", 100)]), engine.schedule(0)]
+    table = engine.manager.blocks_of("a").tolist()
+    for inbox, bad, computed in (([new_request("other", 4)], table[0], 0), ([], table[8], 8)):
+        plan = plans.pop(0)
+        tokens = np.full(len(plan.batch), 5, dtype=np.int32)
+        engine.complete(plan.step_id, Outputs(tokens=tokens, invalid_blocks=(bad,)), 0)
+        assert engine.requests["a"].num_computed == computed
+        plans.append(engine.schedule(0, inbox))
+        engine.check()
+    starts = [plan.batch.num_computed[list(plan.batch.request_ids).index("a")] for plan in plans]
+    assert starts == [0, 8]
+
+
+@pytest.mark.parametrize("group", [WindowGroup(block_size=4, window=8), ChunkedGroup(block_size=4, chunk=8)])
+def test_blocks_of_groups_that_give_some_back_are_refused(group: Group) -> None:
+    engine = make_engine(groups=(group,), transfer=STRICT)
+    step(engine, 0, [new_request("a", 42, max_tokens=30)])
+    step(engine)
+    with pytest.raises(ConfigError, match=rf"{type(group).__name__} what lies in front.*ReadEnded"):
+        report(engine, int(engine.manager.blocks_of("a")[-2]))
 
 
 def test_models_of_several_groups_are_refused() -> None:

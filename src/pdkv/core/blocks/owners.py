@@ -183,6 +183,19 @@ class Owners:
             self.pool.unregister(blocks[blocks != NULL_BLOCK])
             hold.num_hashed = min(hold.num_hashed, first)
 
+    def forget_behind(self, bad: Int32Array) -> None:
+        """Unregister ``bad`` blocks and what lies behind them, computed on them (groups that keep all blocks).
+
+        Of free blocks nobody knows what they lie behind, so where a bad one could be hit all of those go.
+        """
+        if len(self.pool.unregister(bad)):
+            self.pool.unregister(self.pool.free_order())
+        for holder in self._holders.values():
+            for hold in holder.groups:
+                blocks = hold.table.ids
+                if (found := np.isin(blocks, bad)).any():
+                    self.pool.unregister(without_null(blocks[int(found.argmax()) :].copy()))
+
     def release(self, key: str, *, joined: bool = False) -> int:
         """Give back all blocks, deepest first; returns how many. An unknown owner holds none.
 

@@ -57,9 +57,11 @@ class BlockPool:
             self.residency.allocated(blocks)
         return blocks
 
-    def unregister(self, blocks: BlockIds) -> None:
-        """The content of ``blocks`` can no longer be hit."""
-        self._forget(self.ledger.set_hashed(blocks, False))
+    def unregister(self, blocks: BlockIds) -> BlockIds:
+        """The content of ``blocks`` can no longer be hit; returns those of which it could."""
+        hashed = self.ledger.set_hashed(blocks, False)
+        self._forget(hashed)
+        return hashed
 
     def _forget(self, hashed: BlockIds) -> None:
         """What ``hashed`` blocks held is not to be found any more."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pdkv.core.blocks.groups import FullGroup
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.blocks.tables import without_null
 from pdkv.core.config import EngineConfig
@@ -46,18 +47,17 @@ class BadBlocks:
         """``blocks``, ids of the pool, were found bad when plan ``rows`` ran. Returns requests that are to end.
 
         What the plan, and those after it, have computed for requests that ran on bad blocks counts for nothing. Raises
-        `ConfigError` for models of several groups, as the reference does.
+        `ConfigError` for models of several groups, as the reference does; and, `strict`, for those that give blocks
+        back while a request runs: what would have to be computed again looks at some that are gone.
         """
-        if len(self._config.groups) > 1:
-            raise ConfigError(
-                f"blocks {list(blocks)} are reported as not loaded, and the model has {len(self._config.groups)} KV "
-                "groups, whose blocks such a report does not tell apart. Report that the whole load failed (ReadEnded)"
-            )
-        bad = np.asarray(blocks, dtype=np.int32)
+        self._check_groups(blocks)
+        bad = np.unique(np.asarray(blocks, dtype=np.int32))
         loads = [one for one in self._roster.holding if one.status in (Status.LOADING, Status.LOADED)]
         loading = list(self._hurt(loads, bad, {}))
-        given = dict(zip((one.request_id for one in rows.requests), rows.tokens.tolist(), strict=True))
+        given = dict(zip(rows.sequence.tolist(), rows.tokens.tolist(), strict=True))
         running = list(self._hurt(self._roster.running, bad, given))
+        if self._strict:
+            self._manager.forget_behind(without_null(bad))
         for hurt in loading:
             self._cut_load(hurt)
         for hurt in running:
@@ -66,10 +66,28 @@ class BadBlocks:
             return []
         return [hurt.request for hurt in (*loading, *running) if not hurt.request.new.produce]
 
-    def _hurt(self, requests: Iterable[Request], bad: Int32Array, given: dict[str, int]) -> Iterable[_Hurt]:
+    def _check_groups(self, blocks: tuple[int, ...]) -> None:
+        groups = self._config.groups
+        if len(groups) > 1:
+            raise ConfigError(
+                f"blocks {list(blocks)} are reported as not loaded, and the model has {len(groups)} KV groups, whose "
+                "blocks such a report does not tell apart. Report that the whole load failed (ReadEnded)"
+            )
+        if self._strict and not isinstance(groups[0], FullGroup):
+            raise ConfigError(
+                f"blocks {list(blocks)} are reported as not loaded, and of a {type(groups[0]).__name__} what lies in "
+                "front of them is given back, so nothing can be computed again from there. Report that the whole load "
+                "failed (ReadEnded)"
+            )
+
+    def _hurt(self, requests: Iterable[Request], bad: Int32Array, given: dict[int, int]) -> Iterable[_Hurt]:
+        """``given``: tokens of the plan by request, under the number that a request has lost if it was disowned since.
+
+        What such a plan computes does not count as computed in the first place.
+        """
         marked: set[int] = set()
         for request in requests:
-            computed = request.num_computed - given.get(request.request_id, 0)
+            computed = request.num_computed - given.get(request.sequence, 0)
             held = self._manager.blocks_of(request.request_id)[: cdiv(computed, self._manager.block_size)]
             entries = np.flatnonzero(np.isin(held, bad)).tolist()
             if entries:
@@ -84,10 +102,10 @@ class BadBlocks:
         request.wait_cause = (
             f"a part of its KV did not arrive; from token {request.num_computed} on it is computed here"
         )
-        if request.status is Status.LOADED:
+        if self._strict or request.status is Status.LOADED:
             self._manager.forget_from(request, request.num_computed)
-            if not request.num_computed:
-                request.move_to(Status.LOAD_FAILED)
+        if request.status is Status.LOADED and not request.num_computed:
+            self._roster.start_over(request, "its KV did not arrive; to be computed here")
 
     def _cut_running(self, hurt: _Hurt) -> None:
         request = hurt.request

@@ -119,10 +119,15 @@ class Roster:
         elif failure is not None and self._config.transfer.load_failure == "fail" and not request.new.produce:
             self.finish(request, FinishReason.ERROR, f"KV transfer failed: {failure}")
         else:
-            self._lose_load(request, f"KV transfer failed ({failure or 'bad blocks'}); to be computed here")
-            if self._config.transfer.failure_frees_at_once:
-                self._leave_holding(request)
-                self.waiting.put_back(request)
+            self.start_over(request, f"KV transfer failed ({failure or 'bad blocks'}); to be computed here")
+
+    def start_over(self, request: Request, cause: str) -> None:
+        """Its load is good for nothing: it is to be computed, and its blocks come back, now or later by policy."""
+        self._lose_load(request, cause)
+        if self._config.transfer.failure_frees_at_once:
+            self._leave_holding(request)
+            self.waiting.put_back(request)
+            self.blocked_by = None
 
     def put_off(self, request: Request, cause: str) -> None:
         """Its load, not begun, has given way: it waits on behind all others, so that one of them gets the memory."""
@@ -142,6 +147,7 @@ class Roster:
     def _lose_load(self, request: Request, cause: str) -> None:
         request.num_computed = 0
         request.move_to(Status.LOAD_FAILED)
+        request.loaded_deadline_ns = None
         request.wait_cause = cause
 
     def _leave_holding(self, request: Request) -> None:
