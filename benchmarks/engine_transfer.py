@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import secrets
+import select
 import subprocess
 import sys
 import time
@@ -59,7 +60,11 @@ class Moved:
 
 
 class Helper:
-    """A child that answers commands, in our process group: it stands still when we are told to."""
+    """A child that answers commands, in our process group: it stands still when we are told to.
+
+    Raises `RuntimeError` when it refuses, ends, or does not answer in time; then it is killed, because its late answer
+    would be taken for that to the next question.
+    """
 
     def __init__(self, program: str, config: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
@@ -76,6 +81,10 @@ class Helper:
     def answer(self) -> Any:
         """To the oldest message without one."""
         assert self._process.stdout is not None
+        # There is never more than one answer to come, so what has arrived is in the pipe and not in the file's buffer.
+        if not select.select([self._process.stdout], [], [], _TIMEOUT_S)[0]:
+            self._process.kill()
+            raise RuntimeError(f"{self._process.args}: no answer within {_TIMEOUT_S:g} s")
         reply = json.loads(self._process.stdout.readline() or '{"error": "it has ended"}')
         if "error" in reply:
             raise RuntimeError(reply["error"])
@@ -245,7 +254,7 @@ class Transfers:
         self, message: Register | RegisterWrite, pairs: Pairs
     ) -> Iterator[tuple[FromProducer, dict[str, float]]]:
         """P finishes when it has heard ``message``: what it tells D then, and what it answers us, which is there
-        afterwards (however that ends: the next question must not get this answer)."""
+        afterwards (however that ends: the next question must not get this answer; `Helper.answer` has a limit)."""
         self.consumer.submit(
             messages=(SendMessage(self.peer, message),), keepalives=(Keepalive(self.peer, (), awaited=True),)
         )

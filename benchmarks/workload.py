@@ -107,8 +107,8 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The value that ``percent`` of 100 do not exceed."""
-    return sorted(values)[percent * (len(values) - 1) // 100]
+    """By nearest rank: the smallest of ``values`` that at least ``percent`` (1 to 100) of 100 do not exceed."""
+    return sorted(values)[-(-percent * len(values) // 100) - 1]
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
