@@ -17,6 +17,7 @@ from pdkv.runtime.kernels import build, native
 from pdkv.runtime.kernels.activation import replace_gated_mlps
 from pdkv.runtime.kernels.linear import PackedLinear, pack_linears
 from pdkv.runtime.kernels.norm import replace_norms
+from pdkv.runtime.kernels.pages import Arena, room
 from pdkv.runtime.models import load_model
 from pdkv.runtime.sampler import SamplingParams
 
@@ -54,6 +55,20 @@ def test_bf16_storage_only_rounds_the_weights(rows: int) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_the_rows_beside_it(storage: torch.dtype) -> None:
+    """Bit by bit, from three rows on: tiles and blocks change with their number, the order of additions does not."""
+    assert kernels is not None
+    torch.manual_seed(0)
+    packed = PackedLinear(torch.nn.Linear(1000, 70), kernels, storage)
+    x = torch.randn(500, 1000)
+    with torch.inference_mode():
+        whole = packed(x)
+        for rows in (3, 8, 9, 13, 65, 66, 129, 457):
+            assert torch.equal(packed(x[:rows]), whole[:rows])
+
+
+@needs_kernels
 def test_packed_linear_takes_no_rows_and_strided_rows() -> None:
     assert kernels is not None
     layer = torch.nn.Linear(24, 20)
@@ -85,6 +100,19 @@ def test_pack_linears_replaces_all_of_them_and_the_embedding_tied_to_one() -> No
     assert not any(type(module) is torch.nn.Linear for module in model.modules())
     held = {buffer.data_ptr(): buffer.numel() for buffer in model.buffers()}
     assert sum(held.values()) < before + 32 * kernels.panel_columns  # the tied weight is there once
+
+
+def test_an_arena_hands_out_disjoint_aligned_tensors_and_no_more_than_it_has() -> None:
+    arena = Arena(room(12) + room(4096) + room(2))
+    tensors = [arena.empty((3,), torch.float32), arena.empty((4, 512), torch.bfloat16), arena.empty((1,), torch.int16)]
+    with pytest.raises(ValueError, match="are left of the arena"):
+        arena.empty((40,), torch.float32)
+    del arena  # the tensors keep the memory
+    for value, tensor in enumerate(tensors):
+        assert tensor.data_ptr() % 64 == 0
+        tensor.fill_(value + 1)
+    assert [set(tensor.flatten().tolist()) for tensor in tensors] == [{1}, {2}, {3}]
+    assert tensors[0].data_ptr() % (2 << 20) == 0
 
 
 @needs_kernels

@@ -1,5 +1,8 @@
 /* Linear layers on packed weights: panels of NR outputs, each streamed through the cache once.
  *
+ * Every output is one chain of additions over k from 0 on, so that it does not depend on the rows beside it; one or two
+ * rows alone have two chains, so that additions do not wait for each other.
+ *
  * Nothing here checks its arguments: `native.py` does.
  */
 #include "threads.h"
@@ -7,7 +10,7 @@
 
 #define NR (2 * VW)      /* columns of a packed panel */
 #if VW == 16
-#define MR 8             /* rows of a register tile: 16 accumulators of 32 registers (24 were slower from 128 rows on) */
+#define MR 8             /* rows of a register tile: 16 accumulators of 32 registers (12 rows are no faster) */
 #else
 #define MR 6             /* 12 accumulators and 2 weights of 16 registers */
 #endif
@@ -16,10 +19,9 @@
 #define UNPACK_ABOVE 12  /* rows from which bf16 weights are turned into fp32 once instead of in every tile */
 #define AHEAD 1024       /* bytes that weights are asked for before they are used */
 
-/* y[mr, NR] (+)= x[mr, k] * panel[k, NR]; `rows` is a compile-time constant in every use. */
-INLINE void tile(const int rows, const int bf16, const float *x, ptrdiff_t x_stride, const void *panel, ptrdiff_t k,
-                 float *y, ptrdiff_t y_stride, int columns, const float *start, int accumulate) {
-    const int ways = rows <= 2 ? 2 : 1; /* few rows: two chains, so that additions do not wait for each other */
+/* y[mr, NR] (+)= x[mr, k] * panel[k, NR] in `ways` chains; `rows`, `bf16` and `ways` are compile-time constants. */
+INLINE void tile(const int rows, const int bf16, const int ways, const float *x, ptrdiff_t x_stride, const void *panel,
+                 ptrdiff_t k, float *y, ptrdiff_t y_stride, int columns, const float *start, int accumulate) {
     vf sum[2][MR][2];
     float edge[NR];
     UNROLL for (int m = 0; m < rows; m++) {
@@ -58,28 +60,33 @@ INLINE void tile(const int rows, const int bf16, const float *x, ptrdiff_t x_str
     }
     UNROLL for (int m = 0; m < rows; m++) {
         float *to = columns < NR ? edge : y + m * y_stride;
-        UNROLL for (int j = 0; j < 2; j++) store_f32(to + j * VW, ways == 2 ? sum[0][m][j] + sum[1][m][j] : sum[0][m][j]);
+        UNROLL for (int j = 0; j < 2; j++)
+            store_f32(to + j * VW, ways == 2 ? sum[0][m][j] + sum[1][m][j] : sum[0][m][j]);
         if (columns < NR) memcpy(y + m * y_stride, edge, columns * sizeof(float));
     }
 }
 
-INLINE void tiles(const int bf16, int64_t rows, const float *x, int64_t x_stride, const void *panel, int64_t k,
-                  float *y, int64_t y_stride, int columns, const float *start, int accumulate) {
-    int64_t left = (rows + MR - 1) / MR; /* tiles of nearly equal height: 12 rows are 6 + 6, not 8 + 4 */
-    for (int64_t m = 0; m < rows; left--) {
-        int64_t height = (rows - m + left - 1) / left;
+/* Tiles of nearly equal height: 12 rows are 6 + 6, not 8 + 4. `alone`: the whole batch is one or two rows. */
+INLINE void tiles(const int bf16, int alone, int64_t rows, const float *x, int64_t x_stride, const void *panel,
+                  int64_t k, float *y, int64_t y_stride, int columns, const float *start, int accumulate) {
+    int64_t left = (rows + MR - 1) / MR;
+    for (int64_t m = 0, height; m < rows; m += height, left--) {
+        height = (rows - m + left - 1) / left;
         const float *xm = x + m * x_stride;
         float *ym = y + m * y_stride;
-#define CASE(height) \
-    case height: tile(height, bf16, xm, x_stride, panel, k, ym, y_stride, columns, start, accumulate); break;
+#define CASE(height, ways) \
+    case height: tile(height, bf16, ways, xm, x_stride, panel, k, ym, y_stride, columns, start, accumulate); break;
+        if (alone) {
+            switch (height) { CASE(1, 2) CASE(2, 2) }
+            continue;
+        }
         switch (height) {
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+            CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1)
 #if MR == 8
-            CASE(7) CASE(8)
+            CASE(7, 1) CASE(8, 1)
 #endif
         }
 #undef CASE
-        m += height;
     }
 }
 
@@ -97,6 +104,7 @@ INLINE void linear_piece(const int bf16, const Linear *job, int64_t piece) {
     const int64_t height = job->rows - m0 < job->m_block ? job->rows - m0 : job->m_block;
     const int64_t last = first + job->group < job->panels ? first + job->group : job->panels;
     const int64_t k = job->k, n = job->n;
+    const int alone = job->rows <= 2;
     const size_t item = bf16 ? sizeof(uint16_t) : sizeof(float);
     for (int64_t k0 = 0; k0 < k; k0 += job->k_block) {
         const int64_t depth = k - k0 < job->k_block ? k - k0 : job->k_block;
@@ -109,9 +117,9 @@ INLINE void linear_piece(const int bf16, const Linear *job, int64_t piece) {
             if (bf16 && height > UNPACK_ABOVE) {
                 for (int64_t i = 0; i < depth * NR; i += VW)
                     store_f32(unpacked + i, load_bf16((const uint16_t *)panel + i));
-                tiles(0, height, xb, k, unpacked, depth, yb, n, columns, start, k0 > 0);
+                tiles(0, alone, height, xb, k, unpacked, depth, yb, n, columns, start, k0 > 0);
             } else {
-                tiles(bf16, height, xb, k, panel, depth, yb, n, columns, start, k0 > 0);
+                tiles(bf16, alone, height, xb, k, panel, depth, yb, n, columns, start, k0 > 0);
             }
         }
     }

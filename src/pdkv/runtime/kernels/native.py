@@ -11,6 +11,8 @@ import torch
 
 from pdkv.errors import ConfigError
 from pdkv.runtime.kernels.build import build
+from pdkv.runtime.kernels.pages import Arena
+from pdkv.units import cdiv
 
 log = logging.getLogger("pdkv.kernels")
 
@@ -59,18 +61,23 @@ class Native:
         self._silu_mul.argtypes = [_POINTER] * 2 + [_LONG, _INT]
         self._silu_mul.restype = None
 
-    def pack(self, weight: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
-        """``weight`` [n, k] as panels [ceil(n / panel_columns), k, panel_columns], in ``storage``.
+    def packed_shape(self, n: int, k: int) -> tuple[int, int, int]:
+        """Of a packed weight [n, k]: [ceil(n / panel_columns), k, panel_columns]."""
+        return cdiv(n, self.panel_columns), k, self.panel_columns
 
-        That is float32 or bfloat16; columns beyond n are zero.
+    def pack(self, weight: torch.Tensor, storage: torch.dtype, arena: Arena | None = None) -> torch.Tensor:
+        """``weight`` [n, k] as panels of `packed_shape` in ``storage``, out of ``arena`` when there is one.
+
+        ``storage`` is float32 or bfloat16; columns beyond n are zero.
         """
         n, k = weight.shape
-        columns = self.panel_columns
-        panels = -(-n // columns)
+        shape = self.packed_shape(n, k)
+        panels, _, columns = shape
         padded = weight.new_zeros(panels * columns, k) if n % columns else weight
         if n % columns:
             padded[:n] = weight
-        return padded.view(panels, columns, k).transpose(1, 2).to(storage).contiguous()
+        packed = torch.empty(shape, dtype=storage) if arena is None else arena.empty(shape, storage)
+        return packed.copy_(padded.view(panels, columns, k).transpose(1, 2))
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, n: int) -> torch.Tensor:
         """``x`` [rows, k] float32, contiguous, times packed weights of ``n`` outputs, plus ``bias`` [n]: [rows, n]."""
