@@ -6,8 +6,10 @@ blocks are serialised at once with numpy; what stands around them is the same fe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,7 @@ import numpy.typing as npt
 from pdkv.core.blocks import encoding
 from pdkv.core.blocks.extra_keys import ExtraKeys
 from pdkv.core.blocks.hashing import DigestFunction, HashFunction, sha256_digest
-from pdkv.core.ports import Int32Array
+from pdkv.core.ports import Int32Array, Int64Array
 from pdkv.errors import ConfigError
 
 #: ``--prefix-caching-hash-algo`` of vLLM.
@@ -25,14 +27,17 @@ VLLM_ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 DEFAULT_SEED = "vllm-none-hash"
 
 _PICKLE_OPCODES = np.frombuffer(b"JMK", dtype=np.uint8)
-_PICKLE_WIDTHS = np.array([5, 3, 2], dtype=np.uint8)
-_CBOR_WIDTHS = np.array([1, 2, 3, 5], dtype=np.uint8)
-_USED = np.arange(5) < np.arange(6)[:, None]  # by width: which of a token's five bytes are used
+_PICKLE_WIDTHS = np.array([5, 3, 2])
+_CBOR_WIDTHS = np.array([1, 2, 3, 5])
 
-_CHUNK = 1024  # blocks serialised at a time: what numpy makes of them stays in the cache
+_CHUNK = 2048  # blocks serialised at a time: what numpy makes of them stays in the cache
 _FEW = 4  # below so many blocks plain Python is faster than numpy
 
-Bytes2D = npt.NDArray[np.uint8]
+Bytes = npt.NDArray[np.uint8]
+Value = TypeVar("Value")
+
+#: The digests of a chain, given the one before it (always of the same size) and what stands behind each parent.
+Link = Callable[[bytes, Iterable[bytes]], list[bytes]]
 
 
 class SerialForm(Protocol):
@@ -54,8 +59,8 @@ class SerialForm(Protocol):
         """One token."""
         ...
 
-    def integers(self, values: Int32Array) -> tuple[Bytes2D, npt.NDArray[np.uint8]]:
-        """uint8[n, 5] and uint8[n]: each token's bytes, and how many of the five they are."""
+    def integers(self, values: Int32Array) -> tuple[Bytes, Bytes, Int64Array]:
+        """uint8[n], uint8[n, 4] and int64[n]: each token's first byte, those behind it, and how many count in all."""
         ...
 
     def tail(self, extra: ExtraKeys | None) -> bytes:
@@ -84,14 +89,11 @@ class PickleForm:
         """One token."""
         return encoding.pickle_int(value)
 
-    def integers(self, values: Int32Array) -> tuple[Bytes2D, npt.NDArray[np.uint8]]:
+    def integers(self, values: Int32Array) -> tuple[Bytes, Bytes, Int64Array]:
         """BININT1, BININT2 or BININT, whichever is shortest."""
-        unsigned = values.astype("<i4", copy=False).view(np.uint32)  # a negative one counts as large
+        unsigned = values.view(np.uint32)  # a negative one counts as large
         kind = (unsigned < 1 << 8).view(np.int8) + (unsigned < 1 << 16).view(np.int8)
-        room = np.empty((len(values), 5), dtype=np.uint8)
-        room[:, 0] = _PICKLE_OPCODES[kind]
-        room[:, 1:] = unsigned.view(np.uint8).reshape(-1, 4)
-        return room, _PICKLE_WIDTHS[kind]
+        return _PICKLE_OPCODES[kind], values.view(np.uint8).reshape(-1, 4), _PICKLE_WIDTHS[kind]
 
     def tail(self, extra: ExtraKeys | None) -> bytes:
         """Parent and tokens have taken numbers 0 and 1 of the memo."""
@@ -117,18 +119,14 @@ class CborForm:
         """One token."""
         return encoding.cbor(value)
 
-    def integers(self, values: Int32Array) -> tuple[Bytes2D, npt.NDArray[np.uint8]]:
+    def integers(self, values: Int32Array) -> tuple[Bytes, Bytes, Int64Array]:
         """One byte below 24, else a first byte of 24 + log2(size) and the big-endian value."""
         magnitude = np.where(values < 0, -1 - values, values)
-        size = np.searchsorted(np.array([24, 1 << 8, 1 << 16]), magnitude, side="right")  # 0, 1, 2, 3: 0, 1, 2, 4 bytes
-        room = np.empty((len(values), 5), dtype=np.uint8)
-        room[:, 0] = np.where(size == 0, magnitude, 23 + size) + 32 * (values < 0)
-        for shift, at in ((24, 1), (16, 2), (8, 3), (0, 4)):
-            room[:, at] = magnitude >> shift & 0xFF
-        short = (size == 1) | (size == 2)  # their bytes are the last of the four: move them to the front
-        room[short, 1:3] = room[short, 3:5]
-        room[size == 1, 1] = room[size == 1, 2]
-        return room, _CBOR_WIDTHS[size]
+        kind = np.searchsorted(np.array([24, 1 << 8, 1 << 16]), magnitude, side="right")  # 0, 1, 2 or 4 bytes follow
+        first = np.where(kind == 0, magnitude, 23 + kind) + 32 * (values < 0)
+        widths = _CBOR_WIDTHS[kind]
+        following = (magnitude << 8 * (5 - widths)).astype(">u4")  # the highest bytes are those that count
+        return first.astype(np.uint8), following.view(np.uint8).reshape(-1, 4), widths
 
     def tail(self, extra: ExtraKeys | None) -> bytes:
         """Extra keys or null."""
@@ -156,7 +154,8 @@ def vllm_hash(
     form: SerialForm = CborForm() if algorithm.endswith("_cbor") else PickleForm()
     if algorithm.startswith("sha256"):
         seed = DEFAULT_SEED if python_hash_seed is None else python_hash_seed
-        return _chain(form, sha256_digest, sha256_digest(form.text(seed)))
+        none_hash = sha256_digest(form.text(seed))
+        return _chain(form, _link_sha256(form, len(none_hash)), none_hash)
     if xxh3_128 is None:
         raise ConfigError(f"prefix caching hash {algorithm} needs the package xxhash (pip install xxhash)")
     secret = random_seed if python_hash_seed is None else python_hash_seed
@@ -165,35 +164,56 @@ def vllm_hash(
             f"prefix caching hash {algorithm} needs a seed that nobody can guess; set PYTHONHASHSEED, the same for all "
             "instances that share content, or pass a random one"
         )
-    return _chain(form, xxh3_128, xxh3_128(form.text(secret)))
+    none_hash = xxh3_128(form.text(secret))
+    return _chain(form, _link(form, xxh3_128, len(none_hash)), none_hash)
 
 
-class _Heads(dict[int, bytes]):
-    """What stands before the parent, by the size of what stands behind it; few sizes occur."""
+class _BySize(dict[int, Value]):
+    """What goes with what stands behind the parent, by the size of that; few sizes occur."""
 
-    def __init__(self, form: SerialForm, parent_bytes: int) -> None:
+    def __init__(self, make: Callable[[int], Value]) -> None:
         super().__init__()
-        self._form, self._parent_bytes = form, parent_bytes
+        self._make = make
 
-    def __missing__(self, rest_bytes: int) -> bytes:
-        head = self[rest_bytes] = self._form.head(self._parent_bytes, rest_bytes)
-        return head
-
-
-def _chain(form: SerialForm, digest: DigestFunction, none_hash: bytes) -> HashFunction:
-    heads = _Heads(form, len(none_hash))  # a parent is a digest: always of the same size
-
-    def chain(parent: bytes | None, blocks: Int32Array, extra: Mapping[int, ExtraKeys]) -> list[bytes]:
-        last, hashes = parent or none_hash, []
-        for rest in _behind_parent(form, blocks, extra):
-            last = digest(heads[len(rest)] + last + rest)
-            hashes.append(last)
-        return hashes
-
-    return chain
+    def __missing__(self, rest_bytes: int) -> Value:
+        value = self[rest_bytes] = self._make(rest_bytes)
+        return value
 
 
-def _behind_parent(form: SerialForm, blocks: Int32Array, extra: Mapping[int, ExtraKeys]) -> list[bytes]:
+def _chain(form: SerialForm, link: Link, none_hash: bytes) -> HashFunction:
+    def hashes(parent: bytes | None, blocks: Int32Array, extra: Mapping[int, ExtraKeys]) -> list[bytes]:
+        return link(parent or none_hash, _behind_parent(form, blocks, extra))
+
+    return hashes
+
+
+def _link(form: SerialForm, digest: DigestFunction, parent_bytes: int) -> Link:
+    heads = _BySize(lambda rest_bytes: form.head(parent_bytes, rest_bytes))
+
+    def link(last: bytes, rests: Iterable[bytes]) -> list[bytes]:
+        return [last := digest(heads[len(rest)] + last + rest) for rest in rests]
+
+    return link
+
+
+def _link_sha256(form: SerialForm, parent_bytes: int) -> Link:
+    """`_link` with SHA-256, from states that know the head: a sixth faster, as `hashing.raw_sha256` is."""
+    fresh = _BySize(lambda rest_bytes: hashlib.sha256(form.head(parent_bytes, rest_bytes)).copy)
+
+    def link(last: bytes, rests: Iterable[bytes]) -> list[bytes]:
+        digests = []
+        for rest in rests:
+            state = fresh[len(rest)]()
+            state.update(last)
+            state.update(rest)
+            last = state.digest()
+            digests.append(last)
+        return digests
+
+    return link
+
+
+def _behind_parent(form: SerialForm, blocks: Int32Array, extra: Mapping[int, ExtraKeys]) -> Iterable[bytes]:
     """Tokens and extra keys of each block, serialised."""
     if not extra:
         return _serialise(form, blocks, form.tail(None))
@@ -202,28 +222,32 @@ def _behind_parent(form: SerialForm, blocks: Int32Array, extra: Mapping[int, Ext
     return [content + (form.tail(extra[row]) if row in extra else plain) for row, content in enumerate(contents)]
 
 
-def _serialise(form: SerialForm, blocks: Int32Array, tail: bytes) -> list[bytes]:
+def _serialise(form: SerialForm, blocks: Int32Array, tail: bytes) -> Iterable[bytes]:
     """The tokens of each block, with what stands around them, and ``tail``."""
     before, behind = form.around(blocks.shape[1])
     behind += tail
     if len(blocks) < _FEW:
         return [before + b"".join(map(form.integer, block)) + behind for block in blocks.tolist()]
-    contents: list[bytes] = []
-    for start in range(0, len(blocks), _CHUNK):
-        contents += _serialise_chunk(form, blocks[start : start + _CHUNK], before, behind)
-    return contents
+    chunks = (blocks[start : start + _CHUNK] for start in range(0, len(blocks), _CHUNK))
+    return chain.from_iterable(_serialise_chunk(form, chunk, before, behind) for chunk in chunks)
 
 
 def _serialise_chunk(form: SerialForm, blocks: Int32Array, before: bytes, behind: bytes) -> list[bytes]:
     count, size = blocks.shape
-    first, end = len(before), len(before) + 5 * size
-    room = np.empty((count, end + len(behind)), dtype=np.uint8)
-    used = np.ones(room.shape, dtype=np.bool_)
-    fields, widths = form.integers(blocks.reshape(-1))
-    room[:, :first] = np.frombuffer(before, dtype=np.uint8)
-    room[:, first:end] = fields.reshape(count, 5 * size)
-    room[:, end:] = np.frombuffer(behind, dtype=np.uint8)
-    used[:, first:end] = _USED[widths].reshape(count, 5 * size)
-    data = room[used].tobytes()
-    ends = np.cumsum(widths.reshape(count, size).sum(axis=1, dtype=np.int64) + len(before) + len(behind)).tolist()
-    return [data[start:stop] for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
+    first, following, widths = form.integers(np.ascontiguousarray(blocks, dtype="<i4").reshape(-1))
+    token_ends, around = widths.cumsum(), len(before) + len(behind)
+    shifts = np.arange(count) * around  # what stands around the tokens of the blocks in front
+    ends = token_ends[size - 1 :: size] + shifts + around
+    starts = token_ends - widths + np.repeat(shifts + len(before), size)
+    data = np.empty(ends.item(-1) + 4, dtype=np.uint8)
+    # All bytes are written, the last ones of each token first: those that do not count lie where a later token has one
+    # of its first, or where something stands around the tokens, and are written over by that.
+    for at in (3, 2, 1, 0):
+        data[at + 1 :][starts] = following[:, at]
+    data[starts] = first
+    for at, byte in enumerate(before):
+        data[at:][starts[::size] - len(before)] = byte
+    for at, byte in enumerate(behind):
+        data[at:][ends - len(behind)] = byte
+    everything, stops = data.tobytes(), ends.tolist()
+    return [everything[start:stop] for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
