@@ -11,19 +11,28 @@ import signal
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-from benchmarks.transfer_half import make_grant
-from tests.transfer.sides import BLOCK_BYTES, BLOCKS, RealSide, Side, SimulatedSide, fill_real, run
+from tests.transfer.sides import (
+    BLOCK_BYTES,
+    BLOCKS,
+    Readable,
+    RealSide,
+    Side,
+    SimulatedSide,
+    fill_real,
+    run,
+    ucx_held_to,
+)
 
 from pdkv.core.config import STRICT
 from pdkv.core.engine import Identity
-from pdkv.core.transfer.messages import Peer, RemoteSource
+from pdkv.core.transfer.messages import Peer
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.simulate.weather import MS, Weather
 from pdkv.simulate.world import World
@@ -31,22 +40,10 @@ from pdkv.simulate.world import World
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Producer(ABC):
-    """Memory that can be read: ``blocks`` and ``slots`` (uint64[n, 2]) are its own, ``identity`` says whose."""
+class Producer(Readable, ABC):
+    """One that can be stopped and ``killed``."""
 
-    identity: Identity
-    peer: Peer
-    blocks: np.ndarray[Any, Any]
-    slots: np.ndarray[Any, Any]
-    block_size = 1
     killed = False
-
-    def grant(self, blocks: Sequence[int], *, lease_id: int = 7, slot: int = 3) -> RemoteSource:
-        """A lease, named in its slot."""
-        size = self.block_size
-        return make_grant(
-            self.identity, self.peer, self.slots, tuple(blocks), block_size=size, lease_id=lease_id, slot=slot
-        )
 
     @abstractmethod
     def fill(self) -> None:
@@ -150,21 +147,22 @@ Readers = Iterator[tuple[Side, Callable[[], Producer]]]
 
 
 @contextmanager
-def real(transport: str, mover: str) -> Readers:
-    """A consumer with this kind of mover; its producers' movers are processes."""
-    side = RealSide("consumer", transport, mover)
+def real(transport: str, mover: str, tls: str | None = None) -> Readers:
+    """A consumer with this kind of mover; its producers' movers are processes. UCX is held to ``tls``."""
     producers: list[ProducerProcess] = []
 
     def start() -> ProducerProcess:
         producers.append(ProducerProcess(f"producer{len(producers)}", transport))
         return producers[-1]
 
-    try:
-        yield side, start
-    finally:
-        for producer in producers:
-            producer.close()
-        side.close()
+    with ucx_held_to(tls):
+        side = RealSide("consumer", transport, mover)
+        try:
+            yield side, start
+        finally:
+            for producer in producers:
+                producer.close()
+            side.close()
 
 
 def calm_world(seed: int, *, shared_memory: bool | None = None, **settings: Any) -> World:

@@ -10,14 +10,26 @@ import queue
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 from benchmarks.transfer_half import Half, empty_plan, make_grant, make_write_grant
 
 from pdkv.core.engine import Identity
-from pdkv.core.ports import FromProducer, GrantsFenced, MoverRestarted, Plan, PostRead, PostWrite, ReadEnded, WriteEnded
+from pdkv.core.ports import (
+    FromProducer,
+    GrantsFenced,
+    MoverRestarted,
+    Plan,
+    PostRead,
+    PostWrite,
+    ReadEnded,
+    Revoked,
+    WriteEnded,
+)
 from pdkv.core.transfer.messages import Peer, RemoteSource, WriteGrant
 from pdkv.runtime.transports.base import SLICE_BYTES
 from pdkv.simulate.instance import Instance
@@ -46,15 +58,27 @@ SHAPES: dict[str, tuple[Sequence[int], Sequence[int]]] = {
 Report = ReadEnded | WriteEnded | MoverRestarted | GrantsFenced | FromProducer
 
 
-class Side(ABC):
-    """``blocks`` is its pool, ``block_bytes`` what one counts in reports, ``slots`` its words (uint64[n, 2])."""
+class Readable:
+    """Memory that can be read: ``blocks`` and ``slots`` (uint64[n, 2]) are its own, ``identity`` says whose."""
 
     identity: Identity
     peer: Peer
     blocks: np.ndarray[Any, Any]
     slots: np.ndarray[Any, Any]
-    block_bytes: int
     block_size = 1
+
+    def grant(self, blocks: Sequence[int], *, lease_id: int = 7, slot: int = 3) -> RemoteSource:
+        """A lease to read, named in its slot."""
+        size = self.block_size
+        return make_grant(
+            self.identity, self.peer, self.slots, tuple(blocks), block_size=size, lease_id=lease_id, slot=slot
+        )
+
+
+class Side(Readable, ABC):
+    """``blocks`` is its pool, ``block_bytes`` what one counts in reports, ``slots`` its words (uint64[n, 2])."""
+
+    block_bytes: int
     #: Whether its mover can be stopped and killed by itself.
     has_process = False
     #: Whether only a new mover of its own is a fence for what peers write (NIXL); else the grant's slot is.
@@ -101,7 +125,11 @@ class Side(ABC):
         self.submit(empty_plan(**fields))
 
     def post(
-        self, *reads: tuple[RemoteSource, Sequence[int], Sequence[int]], cancel: bool = False, restart: bool = False
+        self,
+        *reads: tuple[RemoteSource, Sequence[int], Sequence[int]],
+        cancel: bool = False,
+        restart: bool = False,
+        revoked: tuple[Revoked, ...] = (),
     ) -> tuple[int, ...]:
         """One plan that reads (source, remote blocks, local blocks) each, after a restart, before their cancels."""
         posts = []
@@ -109,7 +137,7 @@ class Side(ABC):
             self._handles += 1
             posts.append(PostRead(self._handles, source, np.asarray(remote, np.int32), np.asarray(local, np.int32)))
         handles = tuple(post.handle for post in posts)
-        self.say(reads=tuple(posts), cancels=handles if cancel else (), restart_mover=restart)
+        self.say(reads=tuple(posts), cancels=handles if cancel else (), restart_mover=restart, revoked=revoked)
         return handles
 
     def read(self, source: RemoteSource, remote: Sequence[int], local: Sequence[int]) -> ReadEnded:
@@ -152,12 +180,33 @@ class Side(ABC):
         """Blocks of which the first byte is there (what is moved is never 0)."""
         return int(np.count_nonzero(self.blocks[:, 0]))
 
-    def grant(self, blocks: Sequence[int], *, lease_id: int = 7, slot: int = 3) -> RemoteSource:
-        """A lease to read, named in its slot."""
-        size = self.block_size
-        return make_grant(
-            self.identity, self.peer, self.slots, tuple(blocks), block_size=size, lease_id=lease_id, slot=slot
-        )
+    def await_first(self) -> None:
+        """Until the first blocks have arrived."""
+        for _ in range(100_000):
+            if self.arrived():
+                return
+            self.pause(0)
+        raise AssertionError("nothing arrives")
+
+    def take_restart(self, handles: set[int]) -> set[int]:
+        """All reports about ``handles`` up to the restart; which of them that has fenced: none that was reported."""
+        ended: set[int] = set()
+        while not isinstance(report := self.reports(1)[0], MoverRestarted):
+            assert isinstance(report, WriteEnded | ReadEnded)
+            assert report.handle in handles - ended
+            ended.add(report.handle)
+        fenced = set(report.handles)
+        assert len(fenced) == len(report.handles)
+        assert fenced <= handles - ended
+        return fenced
+
+    def check_untouched(self, go_on: Callable[[], Sequence[int]]) -> None:
+        """What is over writes nothing any more, also when the transport goes on (an idle mover drives it every 0.2 s):
+        ``go_on`` moves something and says into which blocks."""
+        self.blocks[:] = 0
+        self.blocks[list(go_on())] = 0
+        self.pause(0.02)
+        assert not self.blocks.any()
 
     def write_grant(self, blocks: Sequence[int], *, grant_id: int, slot: int = 5) -> WriteGrant:
         """A grant to write, named in its slot."""
@@ -299,3 +348,12 @@ def run(world: World, duration_ns: int) -> None:
     """Play what happens in so long, whether anything does or not."""
     world.time.after(duration_ns, lambda: None)
     world.time.run(world.time.now_ns + duration_ns, most=1 << 60)
+
+
+@contextmanager
+def ucx_held_to(tls: str | None) -> Iterator[None]:
+    """UCX uses these transports of its own only, here and in children."""
+    with pytest.MonkeyPatch.context() as patch:
+        if tls is not None:
+            patch.setenv("UCX_TLS", tls)
+        yield

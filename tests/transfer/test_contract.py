@@ -10,58 +10,31 @@ import os
 import random
 import secrets
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 import pytest
 from tests.nixl_here import needs_nixl
-from tests.transfer.producers import Producer, ProducerProcess, Readers, real, simulated
+from tests.transfer.producers import Producer, ProducerProcess, real, simulated
+from tests.transfer.reading import Pair, begin, check_ended, check_untouched, check_whole
 from tests.transfer.sides import ALL, BLOCKS, SHAPES, RealSide, Report, Side
 
 from pdkv.core.ports import MoverRestarted, ReadEnded
 from pdkv.core.transfer.messages import Peer, RemoteSource
 
 TRIES = 8
-
-
-@contextmanager
-def over(tls: str | None, transport: str, mover: str) -> Readers:
-    """`producers.real`, with UCX held to these transports."""
-    with pytest.MonkeyPatch.context() as patch:
-        if tls is not None:
-            patch.setenv("UCX_TLS", tls)
-        with real(transport, mover) as readers:
-            yield readers
-
-
-#: Over TCP a READ needs the producer's mover, as it does between hosts; on one host the kernel copies without it.
+#: Shared memory is moved by processes only (CPU pools), NIXL by threads also (those of GPU pools). Over TCP a READ
+#: needs the producer's mover, as it does between hosts; on one host the kernel copies without it.
 KINDS = [
     *(pytest.param(lambda seed=seed: simulated(seed), id=f"simulated-{seed}") for seed in range(3)),
-    *(pytest.param(lambda mover=mover: real("shm", mover), id=f"shm-{mover}") for mover in ("process", "thread")),
+    pytest.param(lambda: real("shm", "process"), id="shm"),
     *(
         pytest.param(lambda mover=mover: real("nixl", mover), id=f"nixl-{mover}", marks=needs_nixl)
         for mover in ("process", "thread")
     ),
-    pytest.param(lambda: over("tcp,self", "nixl", "process"), id="nixl-tcp", marks=needs_nixl),
+    pytest.param(lambda: real("nixl", "process", "tcp,self"), id="nixl-tcp", marks=needs_nixl),
 ]
-
-
-class Pair:
-    """A consumer and a producer, put in its place when a test has killed it."""
-
-    def __init__(self, consumer: Side, start: Callable[[], Producer]) -> None:
-        self.consumer, self._start = consumer, start
-        self._producer: Producer | None = None
-
-    def producer(self) -> Producer:
-        """One that lives, its blocks full, and a READ from it has been made."""
-        if self._producer is None or self._producer.killed:
-            self._producer = self._start()
-            self._producer.fill()
-            assert self.consumer.read(self._producer.grant((0,)), (0,), (0,)).error is None
-        return self._producer
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -84,52 +57,6 @@ def producer(pair: Pair, consumer: Side) -> Producer:
     producer = pair.producer()
     consumer.blocks[:] = 0
     return producer
-
-
-def check_whole(consumer: Side, producer: Producer, ended: Report, source: RemoteSource, *pairs: Sequence[int]) -> None:
-    """It ended well: the slot names the lease, every byte is there, none anywhere else. ``pairs``: remote, local."""
-    remote, local = (list(side) for side in pairs)
-    assert isinstance(ended, ReadEnded)
-    assert (ended.error, ended.slot) == (None, (source.grant.nonce, source.grant.lease_id))
-    assert ended.moved_bytes == len(remote) * consumer.block_bytes
-    assert ended.seconds > 0
-    assert np.array_equal(consumer.blocks[local], producer.blocks[remote])
-    others = np.setdiff1d(np.arange(BLOCKS), local)
-    assert not consumer.blocks[others].any()
-
-
-def check_ended(consumer: Side, producer: Producer, ended: Report, source: RemoteSource, *pairs: Sequence[int]) -> None:
-    """Well, or with a reason and without a slot."""
-    assert isinstance(ended, ReadEnded)
-    if ended.error is None:
-        check_whole(consumer, producer, ended, source, *pairs)
-    else:
-        assert ended.slot is None
-        assert ended.moved_bytes <= len(pairs[0]) * consumer.block_bytes
-
-
-def check_untouched(consumer: Side, producer: Producer) -> None:
-    """What is over writes nothing any more, also when the transport goes on (an idle mover drives it every 0.2 s)."""
-    consumer.blocks[:] = 0
-    if producer.killed:
-        consumer.pause(0.3)
-    else:
-        for _ in range(2):
-            assert consumer.read(producer.grant((0,), lease_id=99, slot=63), (0,), (0,)).error is None
-        consumer.blocks[0] = 0
-        consumer.pause(0.02)
-    assert not consumer.blocks.any()
-
-
-def begin(consumer: Side, source: RemoteSource) -> int:
-    """A READ of everything, backwards, of which the first blocks have arrived."""
-    consumer.blocks[:] = 0
-    (handle,) = consumer.post((source, ALL, ALL[::-1]))
-    for _ in range(100_000):
-        if consumer.arrived():
-            return handle
-        consumer.pause(0)
-    raise AssertionError("nothing arrives")
 
 
 # ----------------------------------------------------------------------------------------------------- what arrives
@@ -314,7 +241,7 @@ def test_a_restart_fences_what_is_under_way(consumer: Side, producer: Producer) 
     for _ in range(TRIES):
         handle = begin(consumer, source)
         (after,) = consumer.post((source, (), ()), restart=True)
-        fenced = take_restart(consumer, {handle})
+        fenced = consumer.take_restart({handle})
         (ended,) = consumer.reports(1)
         assert isinstance(ended, ReadEnded)
         assert (ended.handle, ended.error) == (after, None)
@@ -325,29 +252,13 @@ def test_a_restart_fences_what_is_under_way(consumer: Side, producer: Producer) 
     check_whole(consumer, producer, consumer.read(source, ALL, ALL), source, ALL, ALL)
 
 
-def take_restart(consumer: Side, handles: set[int]) -> set[int]:
-    """All reports about ``handles`` up to the restart, and those that follow; which of them it has fenced."""
-    ended: set[int] = set()
-    while True:
-        (report,) = consumer.reports(1)
-        if isinstance(report, MoverRestarted):
-            break
-        assert report.handle in handles - ended
-        ended.add(report.handle)
-    fenced = set(report.handles)
-    assert len(fenced) == len(report.handles)
-    assert fenced <= handles
-    assert not fenced & ended
-    return fenced
-
-
 def test_a_mover_that_dies_by_itself_is_a_restart(consumer: Side, producer: Producer) -> None:
     if not consumer.has_process:
         pytest.skip("a thread does not die alone")
     source = producer.grant(ALL)
     handle = begin(consumer, source)
     consumer.kill_mover()
-    take_restart(consumer, {handle})
+    consumer.take_restart({handle})
     check_untouched(consumer, producer)
     check_whole(consumer, producer, consumer.read(source, ALL, ALL), source, ALL, ALL)
 
@@ -406,7 +317,7 @@ def test_a_stopped_producer_is_not_reported_while_it_may_still_write(consumer: S
     if reported:
         check_ended(consumer, producer, reported[0], source, ALL, ALL)
     consumer.post(restart=True)
-    assert take_restart(consumer, {handle} if not reported else set()) == ({handle} if not reported else set())
+    assert consumer.take_restart({handle} if not reported else set()) == ({handle} if not reported else set())
     consumer.blocks[:] = 0
     producer.resume()
     check_untouched(consumer, producer)

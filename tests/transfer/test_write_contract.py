@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.nixl_here import needs_nixl
-from tests.transfer.producers import calm_world, started
+from tests.transfer.pairs import real_pair, simulated_kinds, simulated_pair
 from tests.transfer.sides import ALL, BLOCKS, SHAPES, RealSide, Report, Side
 
 from pdkv.core.ports import GrantsFenced, MoverRestarted, PostWrite, ReadEnded, Revoked, WriteEnded
@@ -27,54 +27,26 @@ _grant_ids = itertools.count(1)  # they never recur
 
 
 @contextmanager
-def real(transport: str, mover_of_p: str, mover_of_d: str, tls: str | None = None) -> Iterator[tuple[Side, Side]]:
-    """P and D in this process, UCX held to these transports. (D's CPU pool has a process as mover: only the end of one
-    fences NIXL's WRITEs.)"""
-    with pytest.MonkeyPatch.context() as patch:
-        if tls is not None:
-            patch.setenv("UCX_TLS", tls)
-        yield from _real(transport, mover_of_p, mover_of_d)
-
-
-def _real(transport: str, mover_of_p: str, mover_of_d: str) -> Iterator[tuple[Side, Side]]:
-    p, d = RealSide("P", transport, mover_of_p), RealSide("D", transport, mover_of_d)
-    try:
-        p.fill()
-        yield p, d
-    finally:
-        d.close()
-        p.close()
-
-
-@contextmanager
 def simulated(seed: int, *, shared_memory: bool) -> Iterator[tuple[Side, Side]]:
-    """In virtual time."""
-    world = calm_world(seed, shared_memory=shared_memory)
-    p, d = started(world, "P", 1), started(world, "D", 2)
-    p.fill()
-    yield p, d
+    yield simulated_pair(seed, shared_memory=shared_memory)
 
 
-Opened = Callable[[], Iterator[tuple[Side, Side]]]
 KINDS = [
+    *simulated_kinds(simulated),
+    pytest.param(lambda: real_pair("shm", "process"), id="shm"),
     *(
-        pytest.param(lambda s=seed, m=shared: simulated(s, shared_memory=m), id=f"simulated-{name}-{seed}")
-        for seed in range(2)
-        for shared, name in ((True, "shm"), (False, "nixl"))
-    ),
-    *(pytest.param(lambda m=mover: real("shm", m, "thread"), id=f"shm-{mover}") for mover in ("process", "thread")),
-    *(
-        pytest.param(lambda m=mover: real("nixl", m, "process"), id=f"nixl-{mover}", marks=needs_nixl)
+        pytest.param(lambda m=mover: real_pair("nixl", m), id=f"nixl-{mover}", marks=needs_nixl)
         for mover in ("process", "thread")
     ),
-    pytest.param(lambda: real("nixl", "process", "process", "tcp,self"), id="nixl-tcp", marks=needs_nixl),
+    pytest.param(lambda: real_pair("nixl", "process", "tcp,self"), id="nixl-tcp", marks=needs_nixl),
 ]
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
-    """P and D, shared by all tests."""
+    """P, its blocks full, and D, shared by all tests."""
     with request.param() as pair:
+        pair[0].fill()
         yield pair
 
 
@@ -109,24 +81,22 @@ def check_whole(p: Side, d: Side, ended: Report, local: Sequence[int], remote: S
 
 
 def check_untouched(p: Side, d: Side) -> None:
-    """What is over writes nothing any more, also when the transport goes on (as in `test_contract`)."""
-    d.blocks[:] = 0
-    for _ in range(2):
-        assert p.write(d, grant_of(d, (0,), slot=63), (0,)).error is None
-    d.blocks[0] = 0
-    d.pause(0.02)
-    assert not d.blocks.any()
+    """No WRITE that is over writes anything any more."""
+
+    def write() -> Sequence[int]:
+        for _ in range(2):
+            assert p.write(d, grant_of(d, (0,), slot=63), (0,)).error is None
+        return (0,)
+
+    d.check_untouched(write)
 
 
 def begin(p: Side, d: Side, grant: WriteGrant) -> int:
     """A WRITE of everything, backwards, of which the first blocks have arrived."""
     d.blocks[:] = 0
     handle = p.post_write(d, grant, ALL[::-1])
-    for _ in range(100_000):
-        if d.arrived():
-            return handle
-        d.pause(0)
-    raise AssertionError("nothing arrives")
+    d.await_first()
+    return handle
 
 
 def take_back(d: Side, *grants: WriteGrant) -> None:
@@ -138,9 +108,9 @@ def take_back(d: Side, *grants: WriteGrant) -> None:
 
 
 def take_fence(d: Side, *grants: WriteGrant) -> None:
-    """All of ``grants`` are fenced, each once; D's mover, if that was the fence, is there again."""
+    """All of ``grants``, given up in one plan, are fenced, each once; D's mover, if that was the fence, is another."""
     missing = sorted(grant.grant_id for grant in grants)
-    restarts = len(grants) if d.fenced_by_restart else 0
+    restarts = 1 if d.fenced_by_restart else 0
     while missing or restarts:
         (report,) = d.reports(1)
         if isinstance(report, MoverRestarted):
@@ -270,25 +240,12 @@ def test_a_cancel_in_the_middle_stops_what_is_left(p: Side, d: Side) -> None:
     raise AssertionError("every WRITE was quicker")
 
 
-def take_restart(side: Side, handles: set[int]) -> set[int]:
-    """All reports about ``handles`` up to the restart; which of them that has fenced: those that were not reported."""
-    ended: set[int] = set()
-    while not isinstance(report := side.reports(1)[0], MoverRestarted):
-        assert isinstance(report, WriteEnded | ReadEnded)
-        assert report.handle in handles - ended
-        ended.add(report.handle)
-    fenced = set(report.handles)
-    assert len(fenced) == len(report.handles)
-    assert fenced <= handles - ended
-    return fenced
-
-
 def test_a_restart_of_p_fences_what_it_writes(p: Side, d: Side) -> None:
     """What is posted with the restart is the new mover's."""
     for _ in range(TRIES):
         handle = begin(p, d, grant_of(d, ALL))
         after = p.post_write(d, grant_of(d, (), slot=6), (), restart=True)
-        fenced = take_restart(p, {handle})
+        fenced = p.take_restart({handle})
         (ended,) = p.reports(1)
         assert isinstance(ended, WriteEnded)
         assert (ended.handle, ended.error) == (after, None)
@@ -304,7 +261,7 @@ def test_a_mover_of_p_that_dies_by_itself_is_a_restart(p: Side, d: Side) -> None
         pytest.skip("a thread does not die alone")
     handle = begin(p, d, grant_of(d, ALL))
     p.kill_mover()
-    take_restart(p, {handle})
+    p.take_restart({handle})
     check_untouched(p, d)
     check_whole(p, d, p.write(d, grant_of(d, ALL), ALL), ALL, ALL)
 
@@ -373,16 +330,17 @@ def test_not_a_byte_comes_after_the_fence_of_what_is_being_written(p: Side, d: S
 
 
 def test_a_fence_is_reported_once_though_the_engine_still_names_it(p: Side, d: Side) -> None:
+    """Several are given up at once: NIXL's are fenced by one new mover."""
     grants, epoch = [grant_of(d, (block,), slot=block) for block in (1, 2)], d.epoch
-    take_back(d, grants[0])
-    take_fence(d, grants[0])
-    d.say(revoked=(Revoked(grants[0].grant_id, 1),), cancels=(999_999,))
+    take_back(d, *grants)
+    take_fence(d, *grants)
+    d.say(revoked=tuple(Revoked(grant.grant_id, grant.slot) for grant in grants), cancels=(999_999,))
     assert d.pending() == []
     ready_again(p, d, epoch)
 
 
-def test_a_mover_of_d_that_dies_by_itself_fences_no_less(p: Side, d: Side) -> None:
-    """With NIXL what was given up is fenced by that; what was not fails, or is written to the end."""
+def test_a_mover_of_d_that_dies_by_itself_ends_what_is_written_to_it(p: Side, d: Side) -> None:
+    """With NIXL; through shared memory it takes no part, and the WRITE is whole."""
     if not d.has_process:
         pytest.skip("a thread does not die alone")
     grant, epoch = grant_of(d, ALL), d.epoch
@@ -393,5 +351,29 @@ def test_a_mover_of_d_that_dies_by_itself_fences_no_less(p: Side, d: Side) -> No
     (ended,) = p.reports(1)
     assert isinstance(ended, WriteEnded)
     assert ended.handle == handle
+    assert ended.error is None or d.fenced_by_restart
     ready_again(p, d, epoch)
     check_untouched(p, d)
+
+
+def test_a_mover_of_d_that_dies_by_itself_fences_what_was_given_up(p: Side, d: Side) -> None:
+    """Nobody asked for a new one, P has not answered: the end of the old one is the fence."""
+    if not d.fenced_by_restart:
+        pytest.skip("through shared memory locks are the fence, whatever D's mover does")
+    grant, epoch = grant_of(d, ALL), d.epoch
+    handle = begin(p, d, grant)
+    d.slots[grant.slot, 1] = 0
+    nobody = msgspec.structs.replace(p.grant((0,)), peer=Peer("nobody", "127.0.0.1", 1))
+    d.post((nobody, (0,), (0,)), revoked=(Revoked(grant.grant_id, grant.slot),))
+    (read,) = d.reports(1)
+    assert isinstance(read, ReadEnded)  # its plan has been carried out, and nothing is fenced yet
+    d.kill_mover()
+    take_fence(d, grant)
+    reused = d.blocks.copy()
+    (ended,) = p.reports(1)
+    assert np.array_equal(d.blocks, reused), "a byte after the fence"
+    assert isinstance(ended, WriteEnded)
+    assert ended.handle == handle
+    ready_again(p, d, epoch)
+    check_untouched(p, d)
+    assert d.pending() == []
