@@ -5,17 +5,20 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.core.helpers import assert_all_free, counting_prompt, finished_of, make_engine, new_request, step
 
 from pdkv.core.blocks.extra_keys import MultimodalItem
 from pdkv.core.blocks.groups import CrossGroup, FullGroup
+from pdkv.core.config import STRICT, VLLM, TransferPolicy
 from pdkv.core.engine import Engine
 from pdkv.core.events import FinishReason, Preempted
 from pdkv.core.multimodal import EncoderLimits
-from pdkv.core.ports import Abort, NewRequest, Plan
+from pdkv.core.ports import Abort, NewRequest, Outputs, Plan
 from pdkv.core.scheduler.encoder import EncoderWork
 from pdkv.core.scheduler.request import Request
+from pdkv.core.speculation import Speculation
 from pdkv.errors import BadRequest, ConfigError
 
 
@@ -31,6 +34,21 @@ def seen(name: str, length: int, *items: tuple[str, int, int], **more: Any) -> N
 
 def shares(plan: Plan) -> dict[str, int]:
     return dict(zip(plan.batch.request_ids, plan.batch.num_scheduled.tolist(), strict=True))
+
+
+def reading_ahead(tokens: int) -> Speculation:
+    """A drafter that reads so many prompt tokens behind those computed."""
+    return Speculation(num_tokens=max(tokens, 1), prefill_lookahead_tokens=tokens)
+
+
+def draftless_step(engine: Engine, inbox: Any = ()) -> tuple[Plan, tuple[Any, ...]]:
+    """As `step`, for an engine with a drafter whose drafts are all refused."""
+    plan = engine.schedule(0, list(inbox))
+    rows = len(plan.batch)
+    more = (np.empty(0, dtype=np.int32),) * rows
+    events = engine.complete(plan.step_id, Outputs(tokens=np.full(rows, 5, dtype=np.int32), more=more), 0)
+    engine.check()
+    return plan, (*plan.events, *events)
 
 
 def test_a_prompt_is_cut_in_front_of_what_the_encoder_cannot_do_yet() -> None:
@@ -160,6 +178,88 @@ def test_an_abort_lets_go_and_a_reset_has_everything_made_anew() -> None:
     assert plan.batch.encode == (("b", 0),)
 
 
+def test_after_a_reset_whoever_keeps_the_outputs_drops_all_that_are_not_made_anew() -> None:
+    engine = engine_of(step_embeddings=20, cache=20, max_num_batched_tokens=8)
+    step(engine, 0, [seen("gone", 8, ("w", 1, 2), max_tokens=1)])
+    step(engine, 0, [seen("a", 30, ("x", 0, 6), ("y", 6, 12))])
+    engine.reset_encoder_cache()
+    plan, _ = step(engine)
+    assert plan.batch.encode == (("a", 1),)
+    assert set(plan.batch.dropped) == {"w", "x"}
+    evicting = engine_of(step_embeddings=20, cache=8)
+    for number, name in enumerate("xy"):
+        evicting.schedule(0, [seen(f"r{number}", 12, (name, 1, 8), max_tokens=1)])
+        if name == "x":
+            evicting.complete(0, Outputs(tokens=np.asarray([5], dtype=np.int32)), 0)
+    evicting.complete(1, Outputs(tokens=np.asarray([5], dtype=np.int32)), 0)
+    evicting.reset_encoder_cache()
+    assert evicting.schedule(0).batch.dropped == ("y",), "what a plan has named already is not named again"
+
+
+def test_who_does_not_come_in_holds_nothing() -> None:
+    engine = engine_of(step_embeddings=6, cache=20, speculation=reading_ahead(1))
+    encoder = engine.scheduler.encoder
+    assert encoder is not None
+    draftless_step(engine, [seen("a", 12, ("x", 0, 1), max_tokens=1)])
+    inbox = [seen("b", 12, ("y", 0, 6), max_tokens=9), seen("c", 12, ("x", 0, 1), ("z", 1, 6))]
+    plan, _ = draftless_step(engine, inbox)
+    assert shares(plan) == {"b": 12}
+    assert not encoder.cache.holds(engine.requests["c"])
+
+
+def test_what_is_said_of_a_chunk_too_small_for_the_drafter_is_not_that_the_encoder_is_busy() -> None:
+    engine = engine_of(speculation=reading_ahead(3), max_num_batched_tokens=8, long_prefill_token_threshold=0)
+    plan, _ = draftless_step(engine, [new_request("a", 6, max_tokens=9), seen("b", 3, ("x", 0, 1), max_tokens=1)])
+    assert shares(plan) == {"a": 6}
+    assert "in front of what a drafter reads, beyond this step's tokens" in engine.requests["b"].wait_cause
+    assert shares(draftless_step(engine)[0])["b"] == 3
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+def test_items_that_a_drafter_needs_together_must_fit_the_cache_together(gap: int) -> None:
+    """Each is held until the drafter is through with it, and the second is read ahead before: no chunk could end."""
+    engine = engine_of(cache=10, speculation=reading_ahead(1))
+    with pytest.raises(BadRequest, match=r"item 1 is needed before .* 20 embeddings, .* keeps 10 at a time"):
+        engine.validate(seen("a", 30, ("x", 0, 10), ("y", 10 + gap, 10)))
+    engine.validate(seen("same", 30, ("x", 0, 10), ("x", 10 + gap, 10)))
+    engine_of(cache=10).validate(seen("a", 30, ("x", 0, 10), ("y", 10, 10)))
+    draftless_step(engine, [seen("a", 30, ("x", 0, 10), ("y", 12, 10), max_tokens=1)])
+    for _ in range(4):
+        draftless_step(engine)
+    assert not engine.requests
+
+
+@pytest.mark.parametrize(("policy", "chunks"), [(STRICT, [5, 1, 12, 2]), (VLLM, [5, 0, 0, 0])])
+def test_a_whole_item_that_fits_no_step_with_what_is_read_ahead_is_begun_by_itself(
+    policy: TransferPolicy, chunks: list[int]
+) -> None:
+    engine = engine_of(
+        step_embeddings=30, whole=True, max_num_batched_tokens=12, speculation=reading_ahead(1), transfer=policy
+    )
+    plans = [draftless_step(engine, [seen("a", 20, ("x", 6, 12), max_tokens=9)])[0]]
+    plans += [draftless_step(engine)[0] for _ in range(3)]
+    assert [shares(plan).get("a", 0) for plan in plans] == chunks
+    if policy is STRICT:
+        assert plans[1].batch.encode == (("a", 0),), "the drafter reads its first token"
+
+
+@pytest.mark.parametrize("policy", [STRICT, VLLM])
+def test_two_that_wait_for_each_others_items_are_not_stuck(policy: TransferPolicy) -> None:
+    """(In vLLM they are.)"""
+    engine = engine_of(
+        step_embeddings=20, cache=10, speculation=reading_ahead(1), long_prefill_token_threshold=4, transfer=policy
+    )
+    inbox = [
+        seen("a", 20, ("x", 0, 5), ("y", 5, 5), max_tokens=2),
+        seen("b", 20, ("z", 0, 5), ("w", 5, 5), max_tokens=2),
+    ]
+    events = list(draftless_step(engine, inbox)[1])
+    assert len(engine.scheduler.running) == 2
+    for _ in range(30):
+        events += draftless_step(engine)[1]
+    assert finished_of(events).keys() == (set("ab") if policy is STRICT else set())
+
+
 def test_cross_attention_waits_for_the_encoders_step() -> None:
     engine = engine_of(
         step_embeddings=10, groups=(FullGroup(block_size=4), CrossGroup(block_size=4, encoder_tokens=8)),
@@ -168,6 +268,16 @@ def test_cross_attention_waits_for_the_encoders_step() -> None:
     plan, _ = step(engine, 0, [new_request(name, 4, encoder_tokens=6) for name in "ab"])
     assert plan.batch.request_ids == ("a",)
     assert step(engine)[0].batch.request_ids == ("a", "b")
+
+
+def test_more_of_an_encoder_than_any_step_makes_is_refused() -> None:
+    engine = engine_of(
+        step_embeddings=4, groups=(FullGroup(block_size=4), CrossGroup(block_size=4, encoder_tokens=8)),
+        enable_prefix_caching=False, enable_chunked_prefill=False, max_model_len=64,
+    )  # fmt: skip
+    with pytest.raises(BadRequest, match="6 tokens of an encoder, which are made in one step; .* makes 4 at most"):
+        engine.validate(new_request("a", 4, encoder_tokens=6))
+    engine.validate(new_request("a", 4, encoder_tokens=4))
 
 
 @pytest.mark.parametrize(
@@ -192,14 +302,16 @@ def test_limits_follow_the_step_and_the_longest_item() -> None:
         EncoderLimits(step_embeddings=0, cache_embeddings=1)
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_lives_encode_everything_that_is_used(seed: int) -> None:
-    """An executor that keeps outputs as the plans say has every one that a chunk looks at."""
+def test_random_lives_encode_everything_that_is_used(seed: int, ahead: int) -> None:
+    """An executor that keeps outputs as the plans say has every one that a chunk, or its drafter, looks at."""
     rng = random.Random(seed)
     engine = engine_of(
         step_embeddings=12, cache=rng.choice([12, 24]), num_blocks=rng.choice([14, 30]), max_num_seqs=4,
         max_num_batched_tokens=rng.choice([12, 32]), whole=rng.random() < 0.3, priority_scheduling=rng.random() < 0.5,
-        max_model_len=48, full_sequence_must_fit=False,
+        max_model_len=48, full_sequence_must_fit=False, speculation=reading_ahead(ahead) if ahead else None,
+        long_prefill_token_threshold=rng.choice([0, 5]) if ahead else 0,
     )  # fmt: skip
     outputs: set[str] = set()
     asked: dict[str, NewRequest] = {}
@@ -215,11 +327,16 @@ def test_random_lives_encode_everything_that_is_used(seed: int) -> None:
                 f"r{number}", counting_prompt(at + 1 + rng.randrange(9), 100 * number), max_tokens=1 + rng.randrange(6),
                 priority=rng.randrange(3), items=tuple(MultimodalItem(*item) for item in items),
             )  # fmt: skip
-            asked[new.request_id] = new
-            inbox.append(new)
+            try:
+                engine.validate(new)
+            except BadRequest:
+                assert ahead
+            else:
+                asked[new.request_id] = new
+                inbox.append(new)
         if asked and rng.random() < 0.05:
             inbox.append(Abort(rng.choice(list(asked))))
-        plan, _ = step(engine, number, inbox)
+        plan, _ = draftless_step(engine, inbox)
         batch = plan.batch
         outputs -= set(batch.dropped)
         outputs |= {asked[one.request_id].items[one.item].identifier for one in batch.encode}
@@ -227,8 +344,10 @@ def test_random_lives_encode_everything_that_is_used(seed: int) -> None:
             start = int(batch.num_computed[row])
             end = start + int(batch.num_scheduled[row])
             for item in asked[name].items:
-                used = item.offset < end and item.offset + item.length > start
+                used = item.offset < end + ahead and item.offset + item.length > start
                 assert not used or item.identifier in outputs, f"step {number}: {name} has no {item.identifier}"
-    while engine.requests:
-        step(engine, 1000)
+    for _ in range(2000):
+        draftless_step(engine)
+        if not engine.requests:
+            break
     assert_all_free(engine)

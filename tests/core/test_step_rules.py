@@ -9,7 +9,8 @@ import pytest
 from tests.core.helpers import NS, arrived, assert_all_free, finished_of, make_engine, new_request, source_for, step
 
 from pdkv.core.blocks.extra_keys import LoraAdapter
-from pdkv.core.config import EngineConfig
+from pdkv.core.blocks.groups import StateGroup
+from pdkv.core.config import STRICT, VLLM, EngineConfig, TransferPolicy
 from pdkv.core.engine import Engine
 from pdkv.core.events import FinishReason
 from pdkv.core.ports import GrammarReady, NewRequest, Outputs, Plan
@@ -48,6 +49,29 @@ def test_scheduled_tokens_and_the_drafters_rows_are_two_budgets() -> None:
         assert plan.batch.num_scheduled.tolist() == expected
     plan = make_engine(max_num_scheduled_tokens=10).schedule(0, [new_request("a", 15)])
     assert plan.batch.num_scheduled.tolist() == [10]
+
+
+def test_a_chunk_that_must_end_at_a_block_leaves_the_drafter_its_row() -> None:
+    """A block of 16 tokens fits no step of 16 with the drafter's row: it is advanced inside."""
+    drafter = Speculation(num_tokens=1, drafting_slots=1)
+    groups = (StateGroup(block_size=16, aligned=True),)
+    engine = make_engine(max_num_batched_tokens=16, speculation=drafter, groups=groups, block_size=16)
+    plans = [step(engine, 0, [new_request("a", 40, max_tokens=1)])[0]]
+    while engine.requests and len(plans) < 9:
+        plans.append(step(engine)[0])
+    assert not engine.requests
+    assert sum(shares(plan).get("a", 0) for plan in plans) == 40
+
+
+def test_who_waits_for_a_larger_share_of_a_step_is_not_short_of_memory() -> None:
+    engine = make_engine(max_model_len=32, enable_chunked_prefill=False)
+    plan, _ = step(engine, 0, [new_request("a", 20, max_tokens=9), new_request("b", 20)])
+    assert plan.batch.request_ids == ("a",)
+    assert "whole prompt does not fit this step's token budget" in engine.requests["b"].wait_cause
+    assert not engine.scheduler.short_of_memory
+    full = make_engine(max_model_len=32, num_blocks=9)
+    step(full, 0, [new_request("a", 20, max_tokens=9), new_request("b", 20)])
+    assert full.scheduler.short_of_memory
 
 
 def test_the_adaptive_threshold_is_a_fair_share() -> None:
@@ -191,6 +215,18 @@ def test_a_step_has_so_many_adapters_and_others_pass_who_waits_for_one() -> None
     assert step(engine)[0].batch.request_ids == ("b",), "y is used once nobody computes with x"
     with pytest.raises(ConfigError, match="max_loras is 0"):
         make_engine(max_loras=0)
+
+
+@pytest.mark.parametrize(("policy", "most"), [(STRICT, 1), (VLLM, 2)])
+def test_who_is_left_out_of_a_step_keeps_its_adapter(policy: TransferPolicy, most: int) -> None:
+    """x computes its prompt in every fourth step only; y, whose KV is loaded, could come in between."""
+    engine = paced(max_loras=1, long_prefill_token_threshold=8, transfer=policy)
+    x = new_request("x", 40, lora=LoraAdapter("x", "/x"))
+    y = new_request("y", 8, max_tokens=30, lora=LoraAdapter("y", "/y"), source=source_for(8, 4))
+    loading, _ = step(engine, 0, [new_request("d", 4, max_tokens=60), y, x])
+    assert shares(loading) == {"d": 4, "x": 8}
+    plans = [step(engine, 0, [arrived(loading)])[0], *(step(engine)[0] for _ in range(8))]
+    assert max(len({"x", "y"} & shares(plan).keys()) for plan in plans) == most
 
 
 def test_a_request_waits_for_its_grammar_without_memory_and_holds_up_nobody() -> None:

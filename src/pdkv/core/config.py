@@ -36,6 +36,8 @@ class TransferPolicy:
     push_answers: bool = True  # WRITE push: registrations are repeated and always answered, given up grants cancelled
     failure_frees_at_once: bool = True  # a failed load's blocks come back when it is reported, not when next looked at
     bad_blocks_hurt_all: bool = True  # whoever has a block reported bad goes back to it; what lies behind is not hit
+    counts_all_adapters: bool = True  # adapters of running requests that a step leaves out count for `max_loras` too
+    frees_encoder: bool = True  # who waits for the encoder's room in vain gets it: an item is begun, or others give way
     kept_gives_way: bool = True  # KV kept for a next turn goes, the oldest first, when somebody needs the memory
 
 
@@ -52,6 +54,8 @@ VLLM = TransferPolicy(
     push_answers=False,
     failure_frees_at_once=False,
     bad_blocks_hurt_all=False,
+    counts_all_adapters=False,
+    frees_encoder=False,
     kept_gives_way=False,
 )
 TRANSFER_POLICIES = {policy.name: policy for policy in (STRICT, VLLM)}
@@ -185,6 +189,17 @@ class EngineConfig:
         """Tokens of one step at most."""
         own = self.max_num_scheduled_tokens
         return self.max_num_batched_tokens if own is None else own
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Tokens of one request in one step at most, beside what its drafter takes."""
+        slots = self.speculation.drafting_slots if self.speculation else 0
+        return min(self.max_scheduled_tokens, self.max_num_batched_tokens - slots)
+
+    @property
+    def prefill_lookahead_tokens(self) -> int:
+        """Prompt tokens that a drafter reads behind those computed."""
+        return self.speculation.prefill_lookahead_tokens if self.speculation else 0
 
     @property
     def drafting(self) -> Drafting:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from pdkv.core.blocks.extra_keys import MultimodalItem
 from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
 from pdkv.core.ports import NewRequest
@@ -28,6 +29,11 @@ def check_request(new: NewRequest, config: EngineConfig, manager: KVCacheManager
     if not 0 <= new.encoder_tokens <= most:
         raise BadRequest(
             f"the request has {new.encoder_tokens} tokens of an encoder; this instance's model takes 0 to {most}"
+        )
+    if config.encoder is not None and new.encoder_tokens > config.encoder.step_embeddings:
+        raise BadRequest(
+            f"the request has {new.encoder_tokens} tokens of an encoder, which are made in one step; this instance's "
+            f"encoder makes {config.encoder.step_embeddings} at most"
         )
     _check_items(new, config)
     usable = config.num_blocks - 1
@@ -69,11 +75,33 @@ def _check_items(new: NewRequest, config: EngineConfig) -> None:
             raise BadRequest(
                 f"item {number} has {item.embeddings} embeddings; this instance's encoder makes {most} at most"
             )
-        if limits.whole_items and item.length > config.max_scheduled_tokens:
+        if limits.whole_items and item.length > config.max_row_tokens:
             raise BadRequest(
                 f"item {number} stands for {item.length} tokens, which must be computed in one step of at most "
-                f"{config.max_scheduled_tokens}"
+                f"{config.max_row_tokens}"
             )
+        needed = item.embeddings + sum(_held_until(new.items, number, config.prefill_lookahead_tokens).values())
+        if needed > limits.cache_embeddings:
+            raise BadRequest(
+                f"item {number} is needed before the drafter is through with those right in front of it; together they "
+                f"have {needed} embeddings, and this instance's encoder keeps {limits.cache_embeddings} at a time. Put "
+                f"{2 * config.prefill_lookahead_tokens} tokens between items, or send smaller ones"
+            )
+
+
+def _held_until(items: Sequence[MultimodalItem], number: int, lookahead: int) -> dict[str, int]:
+    """Embeddings by name of what else is held when item ``number`` is needed at the latest.
+
+    Without it no chunk ends behind the token ``lookahead`` in front of it; an item is held until a chunk has ended as
+    many tokens behind it.
+    """
+    held: dict[str, int] = {}
+    for item in reversed(items[:number]):
+        if item.offset + item.length <= items[number].offset - 2 * lookahead:
+            break
+        held[item.identifier] = item.embeddings
+    held.pop(items[number].identifier, None)
+    return held
 
 
 def check_source(new: NewRequest, source: RemoteSource, config: EngineConfig, manager: KVCacheManager) -> None:

@@ -41,6 +41,7 @@ class Admission:
     padding: int = 0  # of ``tokens``, its last ones, drafts that stand for nothing: all rows have one shape
     share: Share | None = None  # of the encoder's step
     share_used_up: bool = False  # skipped as what is kept for peers, and on its way to them, fills its share
+    lacks_memory: bool = False  # stopped for blocks that are not free, and for nothing else
 
 
 def awaits(request: Request) -> bool:
@@ -156,7 +157,7 @@ class Admitter:
         )
         if not fits:
             request.wait_cause = "its blocks do not fit the free pool"
-            return Admission(Verdict.STOP)
+            return Admission(Verdict.STOP, lacks_memory=True)
         return Admission(Verdict.LOAD, 0, hit.tokens, external)
 
     def _allocate(self, request: Request, new_tokens: int, **demand: Any) -> bool:
@@ -203,9 +204,13 @@ class Admitter:
             return Admission(Verdict.LATER)
         tokens, share = fit_chunk(request, min(tokens, budget), self._config, start=start, encoder=self._encoder)
         if tokens == 0:
-            cause = "its chunk must end at a block boundary, beyond this step's token budget"
-            request.wait_cause = cause if share is None else "its next item's embeddings do not fit the encoder's step"
-            return Admission(Verdict.STOP if share is None else Verdict.LATER)
+            for_encoder = share is not None and not share.tokens
+            cause = (
+                "its chunk must end at a block boundary, or in front of what a drafter reads, beyond this step's tokens"
+            )
+            request.wait_cause = "its next item's embeddings do not fit the encoder's step" if for_encoder else cause
+            self._release_items(request)
+            return Admission(Verdict.LATER if for_encoder else Verdict.STOP)
         loaded = request.status is Status.LOADED
         fits = self._allocate(
             request,
@@ -216,11 +221,15 @@ class Admitter:
             has_scheduled=bool(running) and not (loaded and self._config.transfer.loaded_skips_watermark),
         )
         if not fits:
-            if self._encoder is not None:
-                self._encoder.cache.release(request)
+            self._release_items(request)
             request.wait_cause = "its blocks do not fit the free pool"
-            return Admission(Verdict.STOP)
+            return Admission(Verdict.STOP, lacks_memory=True)
         return Admission(Verdict.RUN, tokens + padding, local, replay=replay, padding=padding, share=share)
+
+    def _release_items(self, request: Request) -> None:
+        """It does not come in: others may have the room of what it would have used of the encoder's cache."""
+        if self._encoder is not None:
+            self._encoder.cache.release(request)
 
     def _padding(self, request: Request, tokens: int, start: int, rows: Rows) -> int:
         """Drafts to add to a request that computes one token among rows that decode: all then have one shape."""
@@ -272,7 +281,7 @@ def fit_chunk(
 
 def reserve_lookahead(request: Request, tokens: int, config: EngineConfig, *, start: int) -> int:
     """``tokens`` cut so that behind the chunk is nothing, or as many known tokens as the drafter reads ahead."""
-    lookahead = config.speculation.prefill_lookahead_tokens if config.speculation else 0
+    lookahead = config.prefill_lookahead_tokens
     left = request.num_tokens - start - tokens
     return max(tokens - (lookahead - left), 0) if 0 < left < lookahead else tokens
 
@@ -294,7 +303,7 @@ def align_chunk(request: Request, tokens: int, config: EngineConfig, *, start: i
     end = start + tokens
     if end < prefill_end:
         threshold = config.long_prefill_token_threshold
-        most = min(config.max_scheduled_tokens, threshold) if threshold > 0 else config.max_scheduled_tokens
+        most = min(config.max_row_tokens, threshold) if threshold > 0 else config.max_row_tokens
         aligned = end // block * block
         if aligned > start or block <= most:
             end = aligned

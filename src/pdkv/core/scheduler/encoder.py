@@ -25,19 +25,26 @@ class Share:
 
 
 class EncoderWork:
-    """The encoder's part of the steps. ``lookahead``: prompt tokens that a drafter reads beyond those computed."""
+    """The encoder's part of the steps. ``lookahead``: prompt tokens that a drafter reads beyond those computed.
 
-    def __init__(self, limits: EncoderLimits, lookahead: int) -> None:
+    ``begins_items``: where a whole item does not fit the step behind the tokens in front of it, a chunk of those tokens
+    ends where the item begins, whatever is read ahead. The next one begins with the item, and may end inside. (vLLM
+    computes nothing more, until a step has room for all of them.) ``lacks_room``: somebody found no room in the cache
+    this step.
+    """
+
+    def __init__(self, limits: EncoderLimits, lookahead: int, *, begins_items: bool = True) -> None:
         self.cache = EncoderCache(limits.cache_embeddings)
         self._limits = limits
-        self._lookahead = lookahead
+        self._lookahead, self._begins_items = lookahead, begins_items
+        self.lacks_room = False
         self._left = 0
         self._step: dict[str, tuple[Request, list[int]]] = {}
         self._confused: dict[str, tuple[Request, str]] = {}
 
     def new_step(self) -> None:
         """A step begins."""
-        self._left, self._step = self._limits.step_embeddings, {}
+        self._left, self._step, self.lacks_room = self._limits.step_embeddings, {}, False
 
     def share(self, request: Request, start: int, tokens: int) -> Share:
         """How many of ``tokens`` tokens from ``start`` on the request can compute now.
@@ -53,9 +60,14 @@ class EncoderWork:
         for number in range(first, bisect_left(items, end, key=lambda item: item.offset)):
             item = items[number]
             stop = item.offset + item.length
-            if self._limits.whole_items and start < item.offset and start + share.tokens < stop:
-                share.tokens = max(0, item.offset - ahead)
+            if item.offset >= end:
                 break
+            if self._limits.whole_items and start < item.offset and start + share.tokens < stop:
+                if ahead < item.offset or not self._begins_items:
+                    share.tokens = max(0, item.offset - ahead)
+                    break
+                share.tokens = min(share.tokens, item.offset - start)
+                end = ahead + share.tokens
             size = names[item.identifier] if item.identifier in names else self.cache.size_of(item.identifier)
             if size is not None and size != item.embeddings:
                 self._confused[request.request_id] = (
@@ -69,7 +81,9 @@ class EncoderWork:
                 continue
             if self.cache.hit(request, number):
                 continue
-            if item.embeddings > share.left or not self.cache.make_room(item.embeddings + planned):
+            fits = item.embeddings <= share.left
+            if not fits or not self.cache.make_room(item.embeddings + planned):
+                self.lacks_room = self.lacks_room or fits
                 share.tokens = max(0, item.offset - ahead)
                 break
             if not item.embeddings_in(max(0, start - item.offset), min(item.length, end - item.offset)):

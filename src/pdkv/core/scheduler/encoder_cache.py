@@ -25,14 +25,16 @@ class EncoderCache:
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self._evicted: list[str] = []
+        self._outputs: dict[str, _Output] = {}
         self.reset()
 
     def reset(self) -> None:
-        """Nothing is there any more."""
-        self._outputs: dict[str, _Output] = {}
+        """Nothing is there any more; whoever keeps the outputs hears of it as of others that have gone."""
+        self._evicted += self._outputs
+        self._outputs = {}
         self._unneeded: OrderedDict[str, int] = OrderedDict()
         self._items: dict[str, set[int]] = {}  # by request id: numbers of its items that it holds outputs of
-        self._evicted: list[str] = []
         self.num_free = self._size
         self.num_reclaimable = self._size
 

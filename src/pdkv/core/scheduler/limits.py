@@ -119,12 +119,13 @@ class PrefillPace:
 class AdaptersOfStep:
     """The adapters (LoRA) that one step computes with, ``most`` of them.
 
-    Those of the running requests that have a share of the step, and more as others are let in.
+    Those of the running requests, and more as others are let in. ``every``: of those too that have no share of this
+    step, which may have one of the next (vLLM lets others in for them, and has too many adapters then).
     """
 
-    def __init__(self, most: int, running: RunningSet) -> None:
+    def __init__(self, most: int, running: RunningSet, *, every: bool) -> None:
         self._most = most
-        self._names = {one.new.lora for one in running if one.new.lora and running.scheduled[one.column]}
+        self._names = {one.new.lora for one in running if one.new.lora and (every or running.scheduled[one.column])}
 
     def takes(self, request: Request) -> bool:
         """Whether the request can come in: with an adapter in use, with none, or while there is room for one."""

@@ -36,8 +36,8 @@ class Roster:
         self.blocked_by: Request | None = None  # all that keeps the others out: it did not fit, and nothing ended since
         self.encoder: EncoderWork | None = None
         if config.encoder is not None:
-            ahead = config.speculation.prefill_lookahead_tokens if config.speculation else 0
-            self.encoder = EncoderWork(config.encoder, ahead)
+            lookahead, begins = config.prefill_lookahead_tokens, config.transfer.frees_encoder
+            self.encoder = EncoderWork(config.encoder, lookahead, begins_items=begins)
         self._deferred: deque[tuple[int, str]] = deque()  # (fence step, owner key)
         self._ended: list[Request] = []
 

@@ -109,6 +109,8 @@ class Scheduler(Roster):
         if not preempted and not paused:
             self._schedule_waiting(budget)
         rows = self.running.commit(step_id)
+        if self.encoder is not None and self.encoder.lacks_room and not len(rows):
+            self._free_encoder()
         if self._config.speculation is not None:
             self._commit_drafts(rows)
         elif self.pace.active:
@@ -167,6 +169,20 @@ class Scheduler(Roster):
             index += 1
         return any_preempted
 
+    def _free_encoder(self) -> None:
+        """Nobody computes anything, for each needs room in the encoder's cache that the others hold: one keeps it.
+
+        A drafter reads ahead, so a request may hold one item until it has computed a part of the next one.
+        """
+        if not self._config.transfer.frees_encoder or any(map(self._in_flight, self.running)):
+            return
+        holders = [one for one in self.running if self.encoder is not None and self.encoder.cache.holds(one)]
+        while len(holders) > 1:
+            victim = choose_victim(holders, priority_scheduling=self._config.priority_scheduling)
+            holders.remove(victim)
+            self._preempt(victim)
+            self.owes_a_step, self.blocked_by = True, None
+
     def _before_prefill(self, first: int, count: int) -> int:
         """How many of ``count`` running requests from number ``first`` on stand before one that computes its prompt."""
         requests = self.running[first : first + count]
@@ -191,7 +207,8 @@ class Scheduler(Roster):
     def _schedule_waiting(self, budget: Budget) -> None:
         rows, adapters = self._rows_so_far(), None
         if self._config.max_loras is not None:
-            adapters = AdaptersOfStep(self._config.max_loras, self.running)
+            every = self._config.transfer.counts_all_adapters
+            adapters = AdaptersOfStep(self._config.max_loras, self.running, every=every)
         skipped_holding: list[Request] = []
         skipped_waiting: list[Request] = []
         share_used_up = False
@@ -224,7 +241,7 @@ class Scheduler(Roster):
                 break
             if admission.verdict is Verdict.STOP:
                 self.blocked_by = None if skipped_waiting else request
-                self.short_of_memory = True
+                self.short_of_memory = admission.lacks_memory
                 break
             _ = self.holding.popleft() if from_holding else self.waiting.pop()
             if admission.verdict is Verdict.SKIP:
