@@ -13,7 +13,7 @@ from pdkv.core.blocks.groups import StateGroup
 from pdkv.core.config import STRICT, VLLM, EngineConfig, TransferPolicy
 from pdkv.core.engine import Engine
 from pdkv.core.events import FinishReason
-from pdkv.core.ports import GrammarReady, NewRequest, Outputs, Plan
+from pdkv.core.ports import Abort, GrammarReady, NewRequest, Outputs, Plan
 from pdkv.core.scheduler.limits import PauseState, long_prefill_threshold
 from pdkv.core.speculation import Speculation
 from pdkv.errors import ConfigError
@@ -240,3 +240,25 @@ def test_a_request_waits_for_its_grammar_without_memory_and_holds_up_nobody() ->
     finished = finished_of(events)["bad"]
     assert finished.reason is FinishReason.ERROR
     assert finished.error == "its grammar cannot be compiled: unbalanced brackets"
+
+
+@pytest.mark.parametrize("policy", [STRICT, VLLM])
+def test_a_grammar_that_never_comes_does_not_keep_a_producer_waiting_for_ever(policy: TransferPolicy) -> None:
+    engine = make_engine(transfer=policy, grammar_timeout_ns=20 * NS)
+    plan, _ = step(engine, 0, [new_request("gone", 8, awaits_grammar=True)])
+    step(engine, NS, [new_request("g", 8, awaits_grammar=True, source=source_for(8, 4))])
+    plan, _ = step(engine, 2 * NS, [Abort("gone")])
+    assert len(plan.keepalives) == 1
+    assert plan.next_deadline_ns == (21 * NS if policy is STRICT else None)
+    _, events = step(engine, 21 * NS - 1)
+    assert not finished_of(events)
+    plan, events = step(engine, 21 * NS)
+    if policy is VLLM:
+        assert len(plan.keepalives) == 1
+        return
+    assert finished_of(events)["g"].error == "its grammar was not compiled within 20 s"
+    assert not plan.keepalives
+    assert [type(one.message).__name__ for one in plan.messages] == ["Done"]
+    plan, _ = step(engine, 22 * NS, [GrammarReady("g")])
+    assert not engine.requests
+    assert plan.next_deadline_ns is None

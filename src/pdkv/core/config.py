@@ -27,7 +27,7 @@ class TransferPolicy:
 
     name: str
     share_loads: bool  # a second request with the same prefix waits for the first load
-    bounded_waits: bool  # loads, loaded requests without a place, and fences have deadlines
+    bounded_waits: bool  # loads, loaded requests without a place, fences and grammars being compiled have deadlines
     loaded_skips_watermark: bool  # a request whose KV has arrived is not held back by the watermark
     load_failure: str  # "recompute" | "fail"
     abort_frees_hits: bool = True  # an aborted load's own prefix hits come back at once: its READ does not touch them
@@ -74,6 +74,7 @@ _LEAST = {
     "fence_timeout_ns": 1,
     "lease_ns": 1,
     "kept_ttl_ns": 1,
+    "grammar_timeout_ns": 1,
     "kv_recompute_threshold": 0,
 }
 
@@ -96,6 +97,7 @@ class EngineConfig:
     if that is more. Prompts are computed in every ``prefill_schedule_interval``-th step only, while somebody decodes.
 
     A step computes with ``max_loras`` adapters at most (``None``: with any number); requests with further ones wait.
+    A request whose grammar is not compiled ``grammar_timeout_ns`` after its arrival ends with an error (`strict`).
 
     With ``encoder`` limits a request's items are encoded here, and its prompt waits for that; without them items are
     only names (somebody else has their embeddings).
@@ -136,6 +138,7 @@ class EngineConfig:
     lease_ns: int = 30 * NS_PER_S
     max_leased_fraction: float = 0.8
     kept_ttl_ns: int = 480 * NS_PER_S
+    grammar_timeout_ns: int = 60 * NS_PER_S
     max_kept_fraction: float = 0.8
     kv_recompute_threshold: int = 64
 

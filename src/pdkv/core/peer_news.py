@@ -95,6 +95,7 @@ class PeerNews:
             seconds = self._config.kv_load_timeout_ns // NS_PER_S
             self._scheduler.offer_failed(request, f"no handshake within {seconds} s with the engine that keeps it")
         self._scheduler.give_back_overdue()
+        self._scheduler.give_up_grammars()
         self._make_way()
         self._consumer.sweep()
 

@@ -31,7 +31,8 @@ BlockIds = npt.NDArray[np.signedinteger[Any]]
 class NewRequest:
     """A prompt to serve. ``prompt`` is int32[n], n >= 1; ``stop_token_ids`` already contains EOS unless ignored.
 
-    ``awaits_grammar``: it is let in once `GrammarReady` says that its output's grammar is compiled.
+    ``awaits_grammar``: it is let in once `GrammarReady` says that its output's grammar is compiled; where that does not
+    come in time it ends with an error.
 
     ``priority`` (smaller first) and ``arrival_ns`` (default: when the engine takes it in, in order) count with priority
     scheduling only. ``cache_salt``, ``lora`` and ``items`` (by offset) make equal tokens differ in the prefix cache.

@@ -32,6 +32,7 @@ from pdkv.core.scheduler.roster import Roster
 from pdkv.core.scheduler.running import PlanRows
 from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.producer import Producer
+from pdkv.units import NS_PER_S
 
 
 class Scheduler(Roster):
@@ -57,6 +58,7 @@ class Scheduler(Roster):
         self.pause_state = PauseState.UNPAUSED
         self._rules = StepRules(0)
         self._max_tokens = manager.max_request_tokens
+        self._grammars: deque[tuple[int, Request]] = deque()  # (deadline, who waits for one), or has waited
 
     # --------------------------------------------------------------------------------------------------- one step
 
@@ -67,6 +69,8 @@ class Scheduler(Roster):
         self._consumer.arrive(request)
         if request.new.produce:
             self._producer.announcements.expect(request)
+        if request.awaits_grammar and self._config.transfer.bounded_waits:
+            self._grammars.append((self._journal.now_ns + self._config.grammar_timeout_ns, request))
         self.waiting.append(request)
 
     def grammar_ready(self, request: Request, error: str | None) -> None:
@@ -74,6 +78,26 @@ class Scheduler(Roster):
         request.awaits_grammar = False
         if error is not None:
             self.finish(request, FinishReason.ERROR, f"its grammar cannot be compiled: {error}")
+
+    def give_up_grammars(self) -> None:
+        """Who has waited too long for its grammar ends: it waits without memory, but its producer keeps some for it."""
+        while self._grammars:
+            deadline_ns, request = self._grammars[0]
+            waits = request.awaits_grammar and request.status is not Status.FINISHED
+            if waits and deadline_ns > self._journal.now_ns:
+                break
+            self._grammars.popleft()
+            if waits:
+                seconds = self._config.grammar_timeout_ns // NS_PER_S
+                self.finish(request, FinishReason.ERROR, f"its grammar was not compiled within {seconds} s")
+
+    def next_deadline_ns(self) -> int | None:
+        """When the next loaded request must have found a place, or the next grammar must be compiled."""
+        deadline_ns = super().next_deadline_ns()
+        if not self._grammars:
+            return deadline_ns
+        grammar_ns = self._grammars[0][0]
+        return grammar_ns if deadline_ns is None else min(deadline_ns, grammar_ns)
 
     def pause(self, state: PauseState) -> None:
         """How much goes on from the next step on."""

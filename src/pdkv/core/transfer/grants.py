@@ -222,13 +222,15 @@ class WriteGrants:
         return next((promise for promise in self._promises.values() if promise.request is request), None)
 
     def recall_idle(self) -> None:
-        """Ask back the newest grant that its producer has had for a lease's time and has not begun to write under.
+        """Ask back the newest grant that is a lease's time old, and under which no write is known to have begun.
 
         While somebody here waits for memory it goes (`strict`), one at a time, each when the one before is fenced. Else
         two instances can wait for each other: grants of D for prefills that P cannot begin, as its leases pin their
         share for requests that D has no memory for.
 
-        It is asked back, not taken: its producer may be writing by now, and what has been written is used.
+        Whether its producer has heard of the grant does not matter: one that has not answers `Fenced`, too.
+        It is asked back, not taken: its producer may have written it by now, and a write that had ended when the CANCEL
+        came is used. One under way is stopped, and answered `Fenced` like one that has not begun.
         """
         if not self._config.transfer.bounded_waits or self._withdrawn or self._recalled():
             return
