@@ -95,6 +95,12 @@ def _link_sha256(last: bytes, contents: list[bytes]) -> list[bytes]:
 raw_sha256 = _raw_hash(_link_sha256, NONE_HASH)
 
 
+@cache
+def _digest_type(digest_bytes: int) -> np.dtype[Any]:
+    """A digest as one value."""
+    return np.dtype(f"V{digest_bytes}")
+
+
 _NO_DIGESTS = np.empty(0, dtype="V1")
 
 
@@ -145,7 +151,7 @@ class HashChain(Sequence[bytes]):
 
     def _make_room(self, length: int, digest_bytes: int) -> None:
         if length > len(self._digests):
-            grown = np.empty(length + length // 4 + 4, dtype=f"V{digest_bytes}")
+            grown = np.empty(length + length // 4 + 4, dtype=_digest_type(digest_bytes))
             grown[: self._len] = self._digests[: self._len]
             self._digests = grown
 

@@ -34,6 +34,7 @@ from pdkv.core.blocks.runs import Layer, Run
 from pdkv.core.ports import BlockIds, BoolArray, Int32Array, Int64Array
 
 _EMPTY = np.empty(0, dtype=np.int32)
+_BLOCK_BYTES = _EMPTY.itemsize
 
 
 class RunPrefixIndex:
@@ -147,15 +148,18 @@ class RunPrefixIndex:
         else:
             self._number[blocks] = np.repeat(numbers, counts)
             self._position[blocks] = np.repeat(positions - (ends - counts), counts) + np.arange(len(blocks))
-        starts, ids = first.tolist(), blocks.tolist()
-        alone = len(blocks) == len(chains) and self._depths.keys().isdisjoint(starts)  # nobody else's runs begin there
-        layers = map(self._layers.get, numbers.tolist())
+        starts, stops, raw = first.tolist(), ends.tolist(), memoryview(blocks.astype(np.int32).tobytes())
+        if len(blocks) == len(chains):
+            alone = self._depths.keys().isdisjoint(starts)  # nobody else's runs begin there
+        else:
+            alone = max(self._depths, default=-1) < min(starts)
+        layers, stop = map(self._layers.get, numbers.tolist()), 0
         for row, (hashes, layer, position) in enumerate(zip(chains, layers, positions.tolist(), strict=True)):
+            start, stop = stop, stops[row]
             if alone and layer is not None and layer.grows_with is hashes and len(layer.blocks) == position:
-                layer.blocks.append(ids[row])
+                layer.blocks.frombytes(raw[start * _BLOCK_BYTES : stop * _BLOCK_BYTES])
             else:
-                own = blocks[ends[row] - counts[row] : ends[row]]
-                self._go_on(layer, position, hashes, starts[row], own, before.item(row))
+                self._go_on(layer, position, hashes, starts[row], blocks[start:stop], before.item(row))
 
     def _go_on(
         self, layer: Layer | None, position: int, hashes: HashChain, first: int, blocks: BlockIds, before: int
