@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import socket
 import time
 from collections.abc import Callable
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +49,16 @@ class Part:
         **more: Any,
     ) -> httpx.Response:
         """A greedy completion of exactly so many tokens, with their ids."""
-        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **more}
-        body = {"return_token_ids": True, **body}
+        body = completion_of(prompt, max_tokens, **more)
         return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=timeout_s)
+
+    def send(self, prompt: str | list[int], max_tokens: int, **more: Any) -> HTTPConnection:
+        """As `ask`, but only sent: `answer_to` it is waited for later, or the client leaves by ``close()``."""
+        url = httpx.URL(self.url)
+        connection = HTTPConnection(url.host, url.port, timeout=120)
+        body = json.dumps(completion_of(prompt, max_tokens, **more))
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        return connection
 
     def prefill(self, prompt: str | list[int], **more: Any) -> dict[str, Any]:
         """P's leg, as a router would ask for it: the ``kv_transfer_params`` for D."""
@@ -92,6 +101,20 @@ class Part:
         except ProcessLookupError:
             pass
         self.process.close()
+
+
+def completion_of(prompt: str | list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+    """What asks for a greedy completion of exactly so many tokens, with their ids."""
+    fixed = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    return {"return_token_ids": True, **fixed, **more}
+
+
+def answer_to(sent: HTTPConnection) -> httpx.Response:
+    """Waits for it."""
+    answer = sent.getresponse()
+    body = answer.read()
+    sent.close()
+    return httpx.Response(answer.status, headers=answer.getheaders(), content=body)
 
 
 def free_port() -> int:

@@ -7,13 +7,12 @@ wheel. P computes 128 tokens a step at most, so longer prompts are prefilled in 
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from tests.e2e.processes import INSTANCE, Part, tokens_of, until
+from tests.e2e.processes import INSTANCE, Part, answer_to, tokens_of, until
 from tests.e2e.reference import Reference
 from tests.nixl_here import HAS_NIXL
 
@@ -118,16 +117,15 @@ def test_after_a_forced_preemption(parts: Parts, reference: Reference) -> None:
     count = 24
     prompts = [reference.tokenize(f"{name} came ashore. " + STORY * 5)[:128] for name in ("Ada", "Bo", "Cy", "Di")]
     leases = [parts.p.prefill(prompt) for prompt in prompts]
-
-    def decode(number: int) -> list[int]:
-        return tokens_of(parts.small.ask(prompts[number], count, kv_transfer_params=leases[number]))
-
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        parts.small.signal(signal.SIGSTOP)  # until all have asked: the first may not grow before the last is admitted
-        asked = [pool.submit(decode, number) for number in range(len(prompts))]
-        time.sleep(0.5)
+    parts.small.signal(signal.SIGSTOP)  # until all have asked: the first may not grow before the last is admitted
+    try:
+        sent = [
+            parts.small.send(prompt, count, kv_transfer_params=lease)
+            for prompt, lease in zip(prompts, leases, strict=True)
+        ]
+    finally:
         parts.small.signal(signal.SIGCONT)
-        answers = [one.result() for one in asked]
+    answers = [tokens_of(answer_to(one)) for one in sent]
     assert parts.small.counter("pdkv:kv_load_blocks_total") == 4 * 8
     assert parts.small.counter("vllm:num_preemptions_total") > 0, "the pool was meant to be too small"
     for prompt, ours in zip(prompts, answers, strict=True):
