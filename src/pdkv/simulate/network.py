@@ -15,6 +15,9 @@ from pdkv.simulate.weather import MS, Weather
 Receiver = Callable[[ToProducer | ToConsumer, int], None]
 
 
+_APART = 0.1  # of the messages sent together: arrive by themselves, before or behind the others
+
+
 class Network:
     """Carries peer messages to whoever listens at an address then, the next life of a crashed instance included."""
 
@@ -23,6 +26,7 @@ class Network:
         self._newest: dict[tuple[int, int], int] = {}  # (from, to): when the newest message that has arrived was sent
         self._receivers: dict[int, Receiver] = {}
         self._cut_until: dict[int, int] = {}
+        self._trains: dict[tuple[int, int], tuple[int, int]] = {}  # (from, to): the newest one's start, and delay
 
     def listen(self, port: int, receive: Receiver) -> None:
         """``receive`` gets what is sent to ``port`` from now on."""
@@ -59,7 +63,17 @@ class Network:
         doubled = self._rng.random() < self._weather.duplicate
         self._counts["message doubled"] += doubled
         for _ in range(1 + doubled):
-            self._time.after(self.delay_ns(), self._deliver, sender, port, message, self._time.now_ns)
+            delay_ns = self._delay_in_train_ns(sender, port)
+            self._time.after(delay_ns, self._deliver, sender, port, message, self._time.now_ns)
+
+    def _delay_in_train_ns(self, sender: int, port: int) -> int:
+        """Messages sent at one instant over one connection mostly arrive together."""
+        now_ns = self._time.now_ns
+        started_ns, delay_ns = self._trains.get((sender, port), (-1, 0))
+        if started_ns != now_ns or self._rng.random() < _APART:
+            delay_ns = self.delay_ns()
+            self._trains[sender, port] = now_ns, delay_ns
+        return delay_ns
 
     def _deliver(self, sender: int, port: int, message: ToProducer | ToConsumer, sent_ns: int) -> None:
         if self.is_cut(port):
