@@ -120,6 +120,31 @@ def test_one_name_for_two_contents_ends_the_second_request() -> None:
     assert len(engine.scheduler.running) == 1
 
 
+def test_one_name_for_two_contents_ends_who_runs_already_and_who_would_be_the_first_to() -> None:
+    engine = engine_of(max_num_batched_tokens=8)
+    step(engine, 0, [seen("a", 8, ("x", 0, 4), max_tokens=1)])
+    plan, events = step(engine, 0, [seen("alone", 12, ("x", 0, 6))])
+    assert len(plan.batch) == 0
+    assert finished_of(events)["alone"].reason is FinishReason.ERROR
+    plan, events = step(engine, 0, [seen("b", 20, ("y", 0, 4), ("x", 10, 6))])
+    assert shares(plan) == {"b": 8}
+    assert not finished_of(events)
+    plan, events = step(engine)
+    assert len(plan.batch) == 0, "not even what lies in front of the item"
+    assert "item 1 has 6 embeddings, but 'x' names a content of 4" in (finished_of(events)["b"].error or "")
+    assert_all_free(engine)
+
+
+def test_who_has_left_before_its_confusion_is_told_ends_once() -> None:
+    engine = engine_of(max_outstanding_plans=3)
+    plans = [engine.schedule(0, inbox) for inbox in ([seen("a", 12, ("x", 1, 8))], [seen("b", 12, ("x", 1, 6))])]
+    plans.append(engine.schedule(0, [Abort("b")]))
+    events = list(plans[2].events)
+    for plan in plans:
+        events += engine.complete(plan.step_id, Outputs(tokens=np.full(len(plan.batch), 5, dtype=np.int32)), 0)
+    assert {key: one.reason for key, one in finished_of(events).items()} == {"b": FinishReason.ABORT}
+
+
 def test_preemption_lets_go_of_items_that_stay_for_the_next_try() -> None:
     engine = engine_of(
         step_embeddings=20, cache=30, num_blocks=10, max_num_batched_tokens=8, full_sequence_must_fit=False,

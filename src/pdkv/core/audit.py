@@ -14,6 +14,8 @@ from pdkv.core.blocks.tables import NULL_BLOCK
 from pdkv.core.ledger import Account
 
 if TYPE_CHECKING:
+    from pdkv.core.blocks.holders import Holder
+    from pdkv.core.blocks.kinds.base import Kind
     from pdkv.core.engine import Engine
 
 _TWIN_EVERY = 16  # changes of the memory
@@ -44,7 +46,8 @@ class Audit:
             self._engine.check_queues()
             self._seen = now
         scheduler = self._engine.scheduler
-        scheduler.running.check(singly=True)
+        scheduler.running.check_requests()
+        self._expect_growth()
         if scheduler.encoder is not None:
             scheduler.encoder.cache.check()
 
@@ -77,3 +80,29 @@ class Audit:
             for block in blocks:
                 claims[block] += 1
         assert claims == [state.owners for state in self._pool.ledger.states()], "owners: owners and holds disagree"
+
+    def _expect_growth(self) -> None:
+        """As `RunningGrowth.check`: nothing is due to who runs where nothing was expected."""
+        manager, running = self._engine.manager, self._engine.scheduler.running
+        counters, rows = running.counters, running.columns.tolist()
+        for row, (holder, idle_until) in zip(rows, manager.growth.expectations(rows), strict=True):
+            computed = counters.num_computed.item(row)
+            if computed < idle_until:
+                processed = computed - counters.in_flight_tokens.item(row)
+                final = min(computed + 1, counters.num_tokens.item(row))
+                prompt = running.prompt.item(row)
+                early = any(self._wants(kind, holder, computed, processed, final, prompt) for kind in manager.kinds)
+                assert not early, f"growth: something is due to {holder.request_id} earlier than expected"
+
+    def _wants(self, kind: Kind, holder: Holder, computed: int, processed: int, final: int, prompt: int) -> bool:
+        """Whether one more token makes it grow, drop or register a block, by what single calls go by."""
+        hold, size = holder.groups[kind.group], kind.block_size
+        if computed >= len(hold.table) * size:
+            return True
+        if kind.recycles and kind.skipped_tokens(processed) // size > hold.num_dropped:
+            return True
+        if not kind.registers or not self._pool.enable_caching:
+            return False
+        end = self._engine.manager.boundaries.last_end(final)
+        again = kind.keeps_prompt_end and end == kind.prompt_end(prompt)  # type: ignore[arg-type]
+        return end // size > hold.num_hashed or bool(again)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
 
 from pdkv.core.events import (
     Admitted,
@@ -34,27 +33,12 @@ from pdkv.core.events import (
     WriteFinished,
 )
 from pdkv.core.ports import MemoryView
-from pdkv.runtime.transfer_stats import TransferStats
 from pdkv.serve.engine import InfoLike, ServedInstance
 from pdkv.serve.merge import Snapshot
+from pdkv.serve.transfer_counters import transfer_counters
 from pdkv.units import NS_PER_S, cdiv
 
 LOG = logging.getLogger("pdkv.transfer")
-TRANSFER_COUNTERS = {
-    "failed_handshakes": "Handshakes of ours that were refused or got no answer",
-    "refusals": "Handshakes of peers, and grants, that this instance refused",
-    "heartbeats_sent": "Heartbeats sent for leases at peers",
-    "heartbeats_received": "Heartbeats received for leases here",
-    "dropped_frames": "Side-channel frames that were no message, or not sealed as they had to be",
-    "registrations_sent": "Registrations sent for KV that peers are to announce, repetitions included",
-    "registrations_received": "Registrations received for KV that is to be announced here",
-    "announcements_sent": "Announcements of finished prefills sent to consumers",
-    "announcements_received": "Announcements of finished prefills received from peers",
-    "gone_sent": "Answers to registrations that nothing stands, or will come",
-    "gone_received": "Answers of peers that nothing stands, or will come",
-    "lost_messages": "Messages to peers that could not be sent (hints: they cost time, not correctness)",
-    "mover_restarts": "Movers that ended, killed to fence a transfer or by themselves, and were replaced",
-}
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
@@ -360,12 +344,6 @@ class Telemetry:
 
     # ------------------------------------------------------------------------------------------------------ scrape
 
-    def _transfer_counters(self, stats: TransferStats) -> Iterator[Metric]:
-        for name, text in TRANSFER_COUNTERS.items():
-            family = CounterMetricFamily(f"pdkv:transfer_{name}", text, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), getattr(stats, name))
-            yield family
-
     def render(self, instance: ServedInstance) -> bytes:
         """Every metric in Prometheus' text format, the gauges read from ``instance`` now."""
         info, view, stats = instance.info, instance.memory(), instance.stats()
@@ -392,7 +370,9 @@ class Telemetry:
             role=info.role,
             transport=info.transport,
         ).set(1)
-        return generate_latest(self.registry) + generate_latest(Snapshot(self._transfer_counters(stats.transfer)))
+        return generate_latest(self.registry) + generate_latest(
+            Snapshot(transfer_counters(stats.transfer, self._labels))
+        )
 
     def _set_memory(self, info: InfoLike, view: MemoryView) -> None:
         for account, blocks in view.accounts.items():

@@ -196,31 +196,9 @@ class RunningGrowth:
         if len(numbers):
             assert not self.due(Step.of(running, numbers)), "growth: something is due earlier than expected"
 
-    def check_singly(self, running: RunningSet) -> None:
-        """The same by what single calls go by."""
-        counters = running.counters
-        for row in running.columns.tolist():
-            computed = counters.num_computed.item(row)
-            if computed < self._idle_until.item(row):
-                processed = computed - counters.in_flight_tokens.item(row)
-                final = min(computed + 1, counters.num_tokens.item(row))
-                holder = self._seated[row]
-                prompt = running.prompt.item(row)
-                early = any(self._wants(kind, holder, computed, processed, final, prompt) for kind in self._kinds)
-                assert not early, f"growth: something is due to {holder.request_id} earlier than expected"
-
-    def _wants(self, kind: Kind, holder: Holder, computed: int, processed: int, final: int, prompt: int) -> bool:
-        """Whether one more token makes it grow, drop or register a block."""
-        hold, size = holder.groups[kind.group], kind.block_size
-        if computed >= len(hold.table) * size:
-            return True
-        if kind.recycles and kind.skipped_tokens(processed) // size > hold.num_dropped:
-            return True
-        if not kind.registers or not self._pool.enable_caching:
-            return False
-        end = self._boundaries.last_end(final)
-        again = kind.keeps_prompt_end and end == kind.prompt_end(prompt)  # type: ignore[arg-type]
-        return end // size > hold.num_hashed or bool(again)
+    def expectations(self, rows: Sequence[int]) -> list[tuple[Holder, int]]:
+        """By row: whose tables stand there, and with fewer than how many computed tokens nothing is due."""
+        return [(self._seated[row], self._idle_until.item(row)) for row in rows]
 
     def due(self, step: Step) -> Due:
         """What a token more means to each."""

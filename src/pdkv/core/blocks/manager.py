@@ -73,8 +73,8 @@ class KVCacheManager(Owners):
         self.nothing = no_hit(len(groups))
         crossing = [group.encoder_tokens for group in groups if isinstance(group, CrossGroup)]
         self.most_encoder_tokens = max(crossing, default=0)
-        self._boundaries = Boundaries(sizes, settings.drafting, len(groups))
-        self.growth = RunningGrowth(self.pool, self.kinds, self._boundaries)
+        self.boundaries = Boundaries(sizes, settings.drafting, len(groups))
+        self.growth = RunningGrowth(self.pool, self.kinds, self.boundaries)
         # Where a request ends by length at the latest: the model's length, or what a pool smaller than that holds. The
         # last token is sampled, never computed, hence the one beyond the pool. Without this bound a request that
         # outgrows the whole pool would preempt itself and wait for ever, with everybody behind it.
@@ -301,8 +301,8 @@ class KVCacheManager(Owners):
         if not self.pool.enable_caching:
             return
         holder = self._holders[request.request_id]
-        boundaries = self._boundaries.replay(request.num_prompt)
+        boundaries = self.boundaries.replay(request.num_prompt)
         if request.shared_boundary:
             boundaries += (request.shared_boundary,)
         for kind in self.kinds:
-            kind.register(holder.groups[kind.group], request, self._boundaries.cacheable(kind, num_tokens), boundaries)
+            kind.register(holder.groups[kind.group], request, self.boundaries.cacheable(kind, num_tokens), boundaries)

@@ -221,11 +221,13 @@ class RunningSet(Sequence[Request]):
             full |= np.isin(tokens, np.fromiter(self._stops, dtype=np.int32, count=len(self._stops)))
         return np.flatnonzero(full)
 
-    def check(self, *, singly: bool = False) -> None:
-        """Compare the arrays with the requests; raises ``AssertionError`` on any difference.
+    def check(self) -> None:
+        """Compare the arrays with the requests, and with their tables; raises ``AssertionError`` on any difference."""
+        self.check_requests()
+        self._manager.growth.check(self)
 
-        ``singly``: growth too is looked at request by request, which is faster for a few of them.
-        """
+    def check_requests(self) -> None:
+        """Compare the arrays with the requests only."""
         columns = self.columns.tolist()
         assert len(set(columns)) == len(columns) == len(self._requests), "running: columns differ"
         assert len(columns) + len(self._vacant) == len(self.sequence), "running: a column is lost"
@@ -243,9 +245,5 @@ class RunningSet(Sequence[Request]):
             assert request.sequence == number
             assert request.end_tokens(self._manager.max_request_tokens) == end
             assert request.last_token == request.memory[request.num_tokens - 1], f"{request.request_id}: last token"
-        if singly:
-            self._manager.growth.check_singly(self)
-        else:
-            self._manager.growth.check(self)
         assert not stops or Multiset(stops) == self._stops, "running: stop tokens differ"
         assert stops or not self._stops, "running: stop tokens differ"
