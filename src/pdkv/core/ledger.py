@@ -18,6 +18,7 @@ from itertools import compress
 from operator import attrgetter
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -37,6 +38,8 @@ class Account(enum.IntEnum):
     LOADING = 7  # allocated, KV in flight
     QUARANTINE = 8  # a transfer that was given up may still touch it
     NULL = 9  # block 0
+
+    __hash__ = int.__hash__  # enum's own is a function in Python
 
 
 class Change(NamedTuple):
@@ -159,10 +162,11 @@ class Ledger:
                 self._single[some.item()] = after
             else:
                 self._number[some] = after
-            counts[leaves] -= amount
-            counts[enters] += amount
-            if counts[enters] > self.peaks[enters]:
-                self.peaks[enters] = counts[enters]
+            if leaves is not enters:
+                counts[leaves] -= amount
+                counts[enters] += amount
+                if counts[enters] > self.peaks[enters]:
+                    self.peaks[enters] = counts[enters]
         return parts, steps
 
     def _parts(self, blocks: BlockIds) -> _Parts:
@@ -301,7 +305,7 @@ _WAS_HASHED, _WAS_IDLE = attrgetter("was_hashed"), attrgetter("was_idle")
 _IS_FREE, _IS_CACHED = attrgetter("is_free"), attrgetter("is_cached")
 
 
-class _Parts(NamedTuple):
+class _Parts(msgspec.Struct, frozen=True, eq=False):
     """Blocks by state: ``blocks[i]`` are in the state that has ``numbers[i]``.
 
     The parts lie one behind the other in ``whole``, in this order; or ``mixed`` is int32[n], the number of each block.
@@ -314,9 +318,9 @@ class _Parts(NamedTuple):
 
     def where(self, of_parts: Iterable[bool]) -> BlockIds:
         """int[m]: the blocks of the parts ``of_parts`` chooses, in the order in which they stand in the whole."""
+        if len(self.numbers) == 1:
+            return self.whole if next(iter(of_parts)) else _EMPTY
         chosen = list(of_parts)
-        if len(chosen) == 1:
-            return self.whole if chosen[0] else _EMPTY
         count = sum(chosen)
         if count == 0:
             return _EMPTY

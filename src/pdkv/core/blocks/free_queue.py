@@ -110,19 +110,21 @@ class FreeQueue:
             block = blocks.item()
             self._single_ring[start], self._single_place[block] = block, start
         else:
-            self._ring[start : start + len(blocks)] = blocks
-            self._place[blocks] = np.arange(start, start + len(blocks), dtype=np.int32)
+            end = start + len(blocks)
+            self._ring[start:end] = blocks
+            self._place[blocks] = self._all_places[start:end]
         self._len += len(blocks)
 
     def _make_room(self, count: int) -> None:
         """Rewrite the ring around its middle when either end would run out."""
         if self._head - count >= 0 and self._tail + count <= self._capacity:
             return
-        order = self.order()
+        valid = self._tail - self._head == self._len  # every entry is
+        order = self._ring[self._head : self._tail].copy() if valid else self.order()
         self._head = (self._capacity - len(order)) // 2
         self._tail = self._head + len(order)
         self._ring[self._head : self._tail] = order
-        self._place.put(order, np.arange(self._head, self._tail, dtype=np.int32))
+        self._place[order] = self._all_places[self._head : self._tail]
 
     def check(self) -> None:
         """Recount; raises ``AssertionError`` on any difference."""

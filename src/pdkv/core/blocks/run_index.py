@@ -223,8 +223,7 @@ class RunPrefixIndex:
             layer.blocks.frombytes(blocks.astype(np.int32).tobytes())
             self._number[blocks] = layer.number
             self._position[blocks] = np.arange(place, place + count, dtype=np.int32)
-        at_end = position + count == run.length and next(reversed(run.layers)) == layer.number
-        if at_end:
+        if position + count == run.length and next(reversed(run.layers)) == layer.number:
             run.open_with(layer)
         else:
             run.close()
