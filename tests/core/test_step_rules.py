@@ -74,6 +74,21 @@ def test_who_waits_for_a_larger_share_of_a_step_is_not_short_of_memory() -> None
     assert full.scheduler.short_of_memory
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"max_num_scheduled_tokens": 30},
+        {"max_num_batched_tokens": 32, "speculation": Speculation(num_tokens=1, drafting_slots=2)},
+    ],
+)
+def test_without_chunks_the_longest_prompt_must_fit_a_step_of_its_own(more: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"a prompt of up to 31 tokens .* at most 30 of it"):
+        make_engine(max_model_len=32, enable_chunked_prefill=False, **more)
+    fits = {"max_num_scheduled_tokens": 31}
+    engine = make_engine(max_model_len=32, enable_chunked_prefill=False, **fits)
+    assert step(engine, 0, [new_request("a", 31)])[0].batch.num_scheduled.tolist() == [31]
+
+
 def test_the_adaptive_threshold_is_a_fair_share() -> None:
     def config(**more: Any) -> EngineConfig:
         values = {"num_blocks": 9, "block_size": 4, "max_model_len": 64, "max_num_seqs": 4} | more

@@ -166,6 +166,12 @@ class EngineConfig:
                 f"without chunked prefill a prompt must fit one step: max_num_batched_tokens "
                 f"({self.max_num_batched_tokens}) < max_model_len ({self.max_model_len}). Raise it or enable chunking"
             )
+        if not self.enable_chunked_prefill and self.max_row_tokens < self.max_model_len - 1:
+            raise ConfigError(
+                f"without chunked prefill a prompt of up to {self.max_model_len - 1} tokens (max_model_len - 1) must "
+                f"fit one step, and one request has at most {self.max_row_tokens} of it (max_num_scheduled_tokens, and "
+                "max_num_batched_tokens without the drafter's rows). Raise them or enable chunking"
+            )
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is {self.watermark}; it is a share of the pool in [0, 1)")
         if self.kv_metrics_sample is not None and not 0 < self.kv_metrics_sample <= 1:
