@@ -169,6 +169,8 @@ class Roster:
 
     def next_deadline_ns(self) -> int | None:
         """When the next loaded request must have found a place."""
+        if not self.holding:
+            return None
         times = (request.loaded_deadline_ns for request in self.holding)
         return min((time for time in times if time is not None), default=None)
 
