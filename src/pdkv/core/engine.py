@@ -382,7 +382,7 @@ def _input_tokens(rows: PlanRows, num_drafts: Int32Array, pending: BoolArray) ->
     """int32[sum(rows.tokens)]: what all rows compute, one behind the other, 0 where a token is not known yet."""
     single = (rows.tokens == 1) & (rows.start >= rows.known - 1)
     newest = np.where(pending, 0, rows.last_token).astype(np.int32)
-    if single.all():
+    if np.count_nonzero(single) == len(single):
         return newest
     ends = rows.tokens.cumsum()
     tokens = np.zeros(int(ends[-1]), dtype=np.int32)

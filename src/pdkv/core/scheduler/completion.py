@@ -64,7 +64,7 @@ class Completion:
         """Hash what has become full; register blocks that a plan filled before their tokens were known."""
         counters = self._running.counters
         full = counters.num_tokens[columns] % self._hash_tokens == 0
-        for at in np.flatnonzero(full).tolist():
+        for at in full.nonzero()[0].tolist():
             requests[at].extend_hashes(self._hash_function)
         if self._asynchronous:
             final = counters.num_computed[columns] - counters.placeholders[columns]

@@ -152,7 +152,7 @@ class RunningSet(Sequence[Request]):
         computed = self.counters.num_computed[columns]
         known = self.counters.num_tokens[columns] + self.counters.placeholders[columns]
         others = (known - computed != 1) | (computed < self.prompt[columns]) | (known >= self.decode_end[columns])
-        return int(others.argmax()) if others.any() else len(columns)
+        return int(others.argmax()) if np.count_nonzero(others) else len(columns)
 
     def fewest_tokens_left(self) -> int:
         """How many more tokens the first request to end by length can have; somebody must run."""
@@ -163,10 +163,11 @@ class RunningSet(Sequence[Request]):
         """What was ``scheduled`` becomes plan ``step_id``: its tokens count as computed from now on."""
         columns, requests = self.columns, self._requests
         tokens = self.scheduled[columns]
-        if not np.count_nonzero(tokens):
-            return NO_ROWS
         chosen = tokens > 0
-        if chosen.all():
+        count = np.count_nonzero(chosen)  # faster than any and all
+        if not count:
+            return NO_ROWS
+        if count == len(tokens):
             requests = requests.copy()
         else:
             columns, tokens = columns[chosen], tokens[chosen]
@@ -186,12 +187,14 @@ class RunningSet(Sequence[Request]):
 
     def settle(self, rows: PlanRows) -> Columns:
         """``rows`` have been computed; returns the numbers of those that sampled a token and still run."""
-        present = self.sequence[rows.columns] == rows.sequence
-        if present.all():
+        present, sampled = self.sequence[rows.columns] == rows.sequence, rows.samples
+        if np.count_nonzero(present) == len(present):
             self.counters.in_flight_tokens[rows.columns] -= rows.tokens
-            return np.flatnonzero(rows.samples)
-        self.counters.in_flight_tokens[rows.columns[present]] -= rows.tokens[present]
-        return np.flatnonzero(present & rows.samples)
+        else:
+            self.counters.in_flight_tokens[rows.columns[present]] -= rows.tokens[present]
+            sampled = present & sampled
+        numbers: Columns = sampled.nonzero()[0]
+        return numbers
 
     def append_tokens(self, requests: Sequence[Request], columns: Columns, tokens: Int32Array) -> None:
         """The token that each of ``requests``, which stand in ``columns``, had a placeholder for."""
@@ -219,7 +222,8 @@ class RunningSet(Sequence[Request]):
         full = self.counters.num_tokens[columns] >= self.end[columns]
         if self._stops and not self._stops.keys().isdisjoint(tokens.tolist()):
             full |= np.isin(tokens, np.fromiter(self._stops, dtype=np.int32, count=len(self._stops)))
-        return np.flatnonzero(full)
+        ending: Columns = full.nonzero()[0]
+        return ending
 
     def check(self) -> None:
         """Compare the arrays with the requests, and with their tables; raises ``AssertionError`` on any difference."""
