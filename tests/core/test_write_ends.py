@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from tests.core.write_pair import ID, LEASE_NS, Pair, accounts, decode, prefill,
 from pdkv.core.ports import Abort, FromConsumer, GrantsFenced, MoverRestarted
 from pdkv.core.transfer.messages import (
     CancelGrant,
+    Fenced,
     NotWritten,
     Withdraw,
     Written,
@@ -124,6 +127,30 @@ def test_an_overdue_fence_ends_whoever_may_still_write() -> None:
     assert_all_free(pair.d)
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_what_p_has_cut_off_is_fenced_by_d(aborted: bool) -> None:
+    """Nothing more leaves P, but bytes may still lie in a socket, to be written by D's own mover."""
+    pair = Pair()
+    pair.writing()
+    if aborted:
+        pair.step_d(Abort("d"))
+        pair.step_p()
+    pair.step_p(replace(pair.written("the network broke"), cut_off=True))
+    assert pair.to_d[-1] == (Fenced(8, 1, True) if aborted else NotWritten(8, 1, "the network broke", True))
+    plan = pair.step_d()
+    assert [revoked.grant_id for revoked in plan.revoked] == [1]
+    assert plan.evict == (1,), "at once"
+    assert accounts(pair.d).get("quarantine") == 3
+    pair.step_p()  # what D has asked meanwhile is answered once more
+    assert pair.step_d().evict == (), "once"
+    assert accounts(pair.d).get("quarantine") == 3
+    pair.step_d(GrantsFenced((1,)))
+    pair.settle()
+    assert_all_free(pair.d)
+    assert_all_free(pair.p)
+    assert "d" in finished_of(pair.events), "computed here, or aborted"
+
+
 def test_the_fence_of_a_grant_that_stands_frees_nothing() -> None:
     pair = Pair()
     pair.writing()
@@ -160,7 +187,7 @@ def test_p_gives_up_a_write_that_does_not_end_and_then_its_mover() -> None:
     assert not pair.step_p().restart_mover
     pair.step_p(MoverRestarted((post.handle,)))
     assert_all_free(pair.p)
-    assert pair.to_d[-1] == NotWritten(8, 1, "not written within 20 s (--kv-load-timeout)")
+    assert pair.to_d[-1] == NotWritten(8, 1, "not written within 20 s (--kv-load-timeout)", cut_off=True)
 
 
 def test_a_new_mover_writes_again() -> None:

@@ -148,12 +148,17 @@ class ReadEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteEnded:
-    """A WRITE's handle is over: nothing of it can touch either memory any more. ``error`` says why not all is there."""
+    """A WRITE's handle is over: nothing of it touches our memory any more, or leaves it.
+
+    ``error`` says why not all is there. ``cut_off``: a part had been posted and its end is not known, so that it may be
+    on its way into the peer's memory still.
+    """
 
     handle: int
     moved_bytes: int = 0
     seconds: float = 0.0
     error: str | None = None
+    cut_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)

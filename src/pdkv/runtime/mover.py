@@ -79,6 +79,7 @@ class _Move:
     complete: bool = False
     moved_bytes: int = 0
     stop: str | None = None
+    cut_off: bool = False  # something was posted whose end is not known
 
 
 @dataclass(slots=True)
@@ -235,7 +236,7 @@ class Mover:
                     break
                 move.moved_bytes += nbytes
             except TransportError as error:  # it has ended, too
-                move.stop = move.stop or str(error)
+                move.stop, move.cut_off = move.stop or str(error), True
             move.posted.popleft()
         return len(move.posted) < before
 
@@ -257,7 +258,7 @@ class Mover:
                 copy, nbytes = move.last, 0  # all data are here: this order makes the slot's value mean something
             self._transport.post(copy)
         except TransportError as error:
-            move.stop = str(error)
+            move.stop, move.cut_off = str(error), True
             return True
         move.posted.append((copy, nbytes))
         self._collect(move)  # some transports copy in `post`
@@ -276,7 +277,10 @@ class Mover:
             for copy in [*(copy for copy, _ in move.prepared), *filter(None, (move.last,))]:
                 self._transport.discard(copy)
         seconds = time.monotonic() - move.started_s
-        ended = Ended(handle=move.handle, slot=slot, moved_bytes=move.moved_bytes, seconds=seconds, error=error)
+        ended = Ended(
+            handle=move.handle, slot=slot, moved_bytes=move.moved_bytes, seconds=seconds, error=error,
+            cut_off=move.cut_off,
+        )  # fmt: skip
         self._sock.sendall(pack(ended))
 
 

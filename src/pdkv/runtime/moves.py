@@ -55,6 +55,7 @@ class _Move:
     cancelled: bool = False  # nobody wants it any more: it is not tried again
     connection: _Connection | None = None
     failure: str | None = None  # of the attempt over `connection`
+    cut_off: bool = False  # in any attempt
 
     @property
     def peer(self) -> Peer:
@@ -124,6 +125,7 @@ class Moves:
             return
         self.peers.link(move.peer, now_ns)  # it is in use
         self._let_go(move)
+        move.cut_off |= message.cut_off
         error = None if message.error is None else readable(message.error, REASON_CHARS)  # it may quote the peer
         if error is not None and error != CANCELLED:
             self._retire(move.peer)
@@ -237,7 +239,8 @@ class Moves:
     def _report(self, move: _Move, ended: Ended, error: str | None) -> None:
         handle, moved, seconds = ended.handle, ended.moved_bytes, ended.seconds
         if isinstance(move.post, PostWrite):
-            self.deliver(WriteEnded(handle=handle, moved_bytes=moved, seconds=seconds, error=error))
+            cut_off = move.cut_off and error is not None
+            self.deliver(WriteEnded(handle=handle, moved_bytes=moved, seconds=seconds, error=error, cut_off=cut_off))
         else:
             self.deliver(ReadEnded(handle=handle, slot=ended.slot, moved_bytes=moved, seconds=seconds, error=error))
 

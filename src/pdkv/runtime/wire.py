@@ -307,6 +307,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     moved_bytes: int
     seconds: float
     error: str | None = None
+    cut_off: bool = False
 
 
 ToMover = Start | Connect | Forget | Post | Cancel | Serve

@@ -17,6 +17,7 @@ from pdkv.units import NS_PER_S
 if TYPE_CHECKING:
     from pdkv.simulate.instance import Life
 
+_BROKE = "the transfer broke"
 _LOOK_NS = 20 * MS  # between two attempts at a slot's lock
 
 
@@ -140,7 +141,7 @@ class Writer:
                 self._life.later(target.stopped_for_ns + MS, self._over, write, fails)
                 return
             fails = fails or target.fences.epoch != write.post.epoch
-        self._report(write, "the transfer broke" if fails else None)
+        self._report(write, _BROKE if fails else None)
 
     def _stop(self, write: Write) -> None:
         if not write.ended and (write.mover is None or self._runs(write)):
@@ -154,7 +155,10 @@ class Writer:
             return
         write.ended = True
         seconds = (self._world.time.now_ns - write.posted_ns) / NS_PER_S
-        ended = WriteEnded(handle=write.post.handle, moved_bytes=write.moved_bytes, seconds=seconds, error=error)
+        ended = WriteEnded(
+            handle=write.post.handle, moved_bytes=write.moved_bytes, seconds=seconds, error=error,
+            cut_off=error == _BROKE,
+        )  # fmt: skip
         self._life.deliver(ended)
 
 

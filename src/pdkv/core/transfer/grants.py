@@ -72,6 +72,7 @@ class Withdrawn:
     grant: WriteGrant
     deadline_ns: int
     next_cancel_ns: int
+    cut_off: bool = False  # its producer has stopped; what has left it is to be fenced here
 
 
 def _owner(grant_id: int) -> str:
@@ -173,7 +174,11 @@ class WriteGrants:
             return None
         withdrawn = self._withdrawn.get(message.grant_id)
         if withdrawn is not None:
-            if withdrawn.awaited.peer == peer and not isinstance(message, Noted):
+            if withdrawn.awaited.peer != peer or isinstance(message, Noted):
+                return None
+            if isinstance(message, NotWritten | Fenced) and message.cut_off:
+                self._fence_here(withdrawn)
+            else:
                 self._fence(message.grant_id)
             return None
         promise = self._promises.get(message.grant_id)
@@ -182,6 +187,11 @@ class WriteGrants:
         if isinstance(message, Noted):
             self._on_noted(promise, writing=message.writing)
             return None
+        if isinstance(message, NotWritten | Fenced) and message.cut_off:
+            cause = message.reason if isinstance(message, NotWritten) else "the producer has cut the write off"
+            self.take_back(promise, cause)
+            self._fence_here(self._withdrawn[message.grant_id])
+            return promise.request, cause
         self._close(promise)
         if isinstance(message, NotWritten | Fenced):
             cause = message.reason if isinstance(message, NotWritten) else "the producer has fenced the grant off"
@@ -251,7 +261,9 @@ class WriteGrants:
     def given_back(self, message: OfGrant, peer: Peer) -> Promise | None:
         """The grant that was asked back, and that ``message`` returns: nothing was, or will be, written under it."""
         promise = self._promises.get(message.grant_id)
-        if promise is None or promise.recalled_until_ns is None or not isinstance(message, Fenced):
+        if promise is None or promise.recalled_until_ns is None:
+            return None
+        if not isinstance(message, Fenced) or message.cut_off:
             return None
         if message.nonce != self._slots.nonce or promise.awaited.peer != peer:
             return None
@@ -300,6 +312,11 @@ class WriteGrants:
         for grant_id in grant_ids:
             if grant_id in self._withdrawn:
                 self._fence(grant_id)
+
+    def _fence_here(self, withdrawn: Withdrawn) -> None:
+        """Its producer can do no more about it: whoever may still write here is ended at once."""
+        if not withdrawn.cut_off:
+            withdrawn.cut_off, withdrawn.deadline_ns = True, self._journal.now_ns
 
     def _fence(self, grant_id: int) -> None:
         withdrawn = self._withdrawn.pop(grant_id)
@@ -366,7 +383,7 @@ class WriteGrants:
             if promise.next_register_ns <= now_ns:
                 self._repeat(promise)
         for grant_id, withdrawn in self._withdrawn.items():
-            if withdrawn.next_cancel_ns <= now_ns:
+            if withdrawn.next_cancel_ns <= now_ns and not withdrawn.cut_off:
                 withdrawn.next_cancel_ns = self._cancel(withdrawn)
             if withdrawn.deadline_ns <= now_ns:
                 self._evict.append(grant_id)
@@ -382,7 +399,8 @@ class WriteGrants:
             times += [turn for turn in turns if turn > self._journal.now_ns]
         if self._config.transfer.push_answers:
             times += [promise.next_register_ns for promise in self._promises.values()]
-            times += [min(one.next_cancel_ns, one.deadline_ns) for one in self._withdrawn.values()]
+            withdrawn = self._withdrawn.values()
+            times += [one.deadline_ns if one.cut_off else min(one.next_cancel_ns, one.deadline_ns) for one in withdrawn]
         return min(times, default=None)
 
     # ----------------------------------------------------------------------------------------------------- the outbox

@@ -183,18 +183,24 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
 
 
 class NotWritten(msgspec.Struct, frozen=True, tag="not_written"):
-    """Nothing (more) will be written under this grant, and nothing is under way."""
+    """Nothing (more) will be written under this grant, and nothing is under way; if ``cut_off``, as in `Fenced`."""
 
     nonce: int
     grant_id: int
     reason: str
+    cut_off: bool = False
 
 
 class Fenced(msgspec.Struct, frozen=True, tag="fenced"):
-    """The answer to `CancelGrant`: nothing is under way, nor will be, under this grant. Also of unknown ones."""
+    """The answer to `CancelGrant`: nothing is under way, nor will be, under this grant. Also of unknown ones.
+
+    If the WRITE was ``cut_off``, nothing more leaves the producer, but what has left it may still be in a socket of the
+    consumer's host, and be written by the consumer's own mover: the consumer has to fence that itself.
+    """
 
     nonce: int
     grant_id: int
+    cut_off: bool = False
 
 
 OfGrant = Noted | Written | NotWritten | Fenced

@@ -56,6 +56,7 @@ class Write:
     deadline_ns: int
     stopped: str | None = None  # why it is not wanted any more
     cancelled: bool = False  # the consumer waits for `Fenced`
+    cut_off: bool = False  # what was posted once may still be on its way
 
 
 def key_of(grant: WriteGrant | CancelGrant) -> GrantKey:
@@ -104,7 +105,10 @@ class Writes:
 
     def refuse(self, grant: WriteGrant, origin: bytes, reason: str) -> None:
         """Nothing will be written under this grant."""
-        self._settle(key_of(grant), origin, NotWritten(grant.nonce, grant.grant_id, reason))
+        self._refuse(grant, origin, reason, cut_off=False)
+
+    def _refuse(self, grant: WriteGrant, origin: bytes, reason: str, *, cut_off: bool) -> None:
+        self._settle(key_of(grant), origin, NotWritten(grant.nonce, grant.grant_id, reason, cut_off))
 
     def start(self, lease: Lease, message: Register | RegisterWrite, origin: bytes) -> bool:
         """Post the WRITE of what ``lease`` keeps, unless the grant is not one for that; whether it is kept on.
@@ -163,6 +167,7 @@ class Writes:
         write = self._active.pop(report.handle, None)
         if write is None:
             return None
+        write.cut_off |= report.cut_off
         error = write.stopped or report.error if report.error is not None else None
         grant, now_ns = write.grant, self._journal.now_ns
         if error is None:
@@ -187,9 +192,9 @@ class Writes:
     def _end_in_vain(self, write: Write, error: str) -> None:
         grant = write.grant
         if write.cancelled:
-            self._settle(key_of(grant), write.origin, Fenced(grant.nonce, grant.grant_id))
+            self._settle(key_of(grant), write.origin, Fenced(grant.nonce, grant.grant_id, write.cut_off))
         elif self._config.transfer.push_answers:
-            self.refuse(grant, write.origin, error)
+            self._refuse(grant, write.origin, error, cut_off=write.cut_off)
 
     def on_cancel(self, message: CancelGrant, origin: bytes) -> None:
         """Post nothing more under this grant, and say so when nothing is under way any more."""
@@ -214,6 +219,7 @@ class Writes:
             write = self._active.pop(handle, None)
             if write is None:
                 continue
+            write.cut_off = True
             if write.stopped is None:
                 write.handle = next(self._handles)
                 self._post(write)
