@@ -19,8 +19,10 @@ from tests.e2e.processes import until
 
 from pdkv.core.config import EngineConfig
 from pdkv.core.events import Admitted, Fenced, FinishReason, LoadFailed, LoadFinished, LoadStarted, Quarantined
+from pdkv.core.ports import Batch
 from pdkv.core.transfer.messages import RemoteSource
 from pdkv.runtime import settings as runtime_settings
+from pdkv.runtime.executor import StepResult
 from pdkv.runtime.instance import Instance
 from pdkv.units import NS_PER_S
 
@@ -197,18 +199,26 @@ def test_forged_block_ids_are_refused(pair) -> None:
     until(lambda: all_idle(producer, consumer))
 
 
-def test_heartbeats_go_on_through_a_queue_and_a_long_step(smollm2: str) -> None:
+def test_heartbeats_go_on_through_a_queue_and_a_long_step(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """D is full for longer than P's lease (its own is longer); the queued request's KV is there when its turn comes."""
-    producer = instance("prefill", smollm2, transport="shm", kv_lease_duration_s=6, **SMALL)
-    consumer = instance("decode", smollm2, transport="shm", **{**SMALL, "max_num_seqs": 1})
+    producer = instance("prefill", stand_in, transport="shm", kv_lease_duration_s=6, **SMALL)
+    consumer = instance("decode", stand_in, transport="shm", **{**SMALL, "max_num_seqs": 1})
     try:
         blocker = decode(consumer, "blocker", LONG[:32], None, 400).wait_for(Admitted)
         source = prefill(producer, "p", LONG[:100])
         flight = decode(consumer, "queued", LONG[:100], source, 4)
+        execute = consumer.executor.execute
+
+        def slowly(batch: Batch) -> StepResult:
+            time.sleep(1.5)
+            return execute(batch)
+
+        monkeypatch.setattr(consumer.executor, "execute", slowly)
         time.sleep(9.0)
         assert producer.memory().accounts["retained"] == 7, "the lease of 6 s has been renewed"
         consumer.abort("blocker")
         blocker.wait()
+        monkeypatch.undo()
         flight.wait()
         assert flight.of(LoadFinished)
         until(lambda: all_idle(producer, consumer))

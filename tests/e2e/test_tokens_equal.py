@@ -114,7 +114,7 @@ def test_sixteen_at_once_equal_one_at_a_time(parts: Parts, reference: Reference,
 
 def test_after_a_forced_preemption(parts: Parts, reference: Reference) -> None:
     """Four prompts of 8 blocks fill D's 33; their growth preempts some, which D then computes itself, in chunks."""
-    count = 24
+    count = 12
     prompts = [reference.tokenize(f"{name} came ashore. " + STORY * 5)[:128] for name in ("Ada", "Bo", "Cy", "Di")]
     leases = [parts.p.prefill(prompt) for prompt in prompts]
     parts.small.signal(signal.SIGSTOP)  # until all have asked: the first may not grow before the last is admitted
