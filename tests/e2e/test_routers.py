@@ -18,6 +18,7 @@ from tests.e2e.processes import INSTANCE, Part, free_port, tokens_of, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+LONG_ANSWER = 1000  # tokens: seconds, so that it is seen at work
 MEMORY = ("--kv-cache-memory-bytes", "150MiB")
 VLLM_ROUTER = os.environ.get("PDKV_VLLM_ROUTER") or shutil.which("vllm-router", path=Path(sys.executable).parent)
 
@@ -63,12 +64,14 @@ def test_requests_go_where_memory_is_left(parts: dict[str, Part], router: Part) 
     until(lambda: all(one["free_blocks"] for one in instances(router).values()))
     before = {name: parts[name].counter("vllm:generation_tokens_total") for name in ("decode-0", "decode-1")}
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(router.ask, [7] * 400, 24)
+        first = pool.submit(router.ask, [7] * 400, LONG_ANSWER)
         until(lambda: sum(one["in_flight"] for name, one in instances(router).items() if "decode" in name) == 1)
-        second = pool.submit(router.ask, [9] * 400, 24)
-        assert len(tokens_of(first.result())) == len(tokens_of(second.result())) == 24
+        second = pool.submit(router.ask, [9] * 400, LONG_ANSWER)
+        assert len(tokens_of(first.result())) == len(tokens_of(second.result())) == LONG_ANSWER
     for name, tokens in before.items():
-        assert parts[name].counter("vllm:generation_tokens_total") - tokens == 24, f"{name} answered one of the two"
+        assert parts[name].counter("vllm:generation_tokens_total") - tokens == LONG_ANSWER, (
+            f"{name} answered one of the two"
+        )
 
 
 def test_a_prompt_goes_where_its_prefix_is(parts: dict[str, Part], router: Part) -> None:
@@ -83,7 +86,7 @@ def test_a_prompt_goes_where_its_prefix_is(parts: dict[str, Part], router: Part)
 
 def test_draining_ends_nothing_and_lets_nothing_in(parts: dict[str, Part], router: Part) -> None:
     with ThreadPoolExecutor() as pool:
-        running = pool.submit(router.ask, [11] * 64, 60)
+        running = pool.submit(router.ask, [11] * 64, LONG_ANSWER)
         until(lambda: sum(one["in_flight"] for name, one in instances(router).items() if "decode" in name) == 1)
         (busy,) = [name for name, one in instances(router).items() if one["in_flight"] and "decode" in name]
         other = "decode-1" if busy == "decode-0" else "decode-0"
@@ -92,7 +95,9 @@ def test_draining_ends_nothing_and_lets_nothing_in(parts: dict[str, Part], route
         for number in range(3):
             assert tokens_of(router.ask([20 + number] * 40, 3))
         assert parts[other].counter("vllm:request_success_total") - before == 3
-        assert len(tokens_of(running.result())) == 60, "the one that ran there ended as if nothing had been said"
+        assert len(tokens_of(running.result())) == LONG_ANSWER, (
+            "the one that ran there ended as if nothing had been said"
+        )
     until(lambda: instances(router)[busy]["in_flight"] == 0 and parts[busy].idle())
     drain(router, busy, False)
 

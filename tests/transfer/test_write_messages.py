@@ -130,6 +130,27 @@ def test_a_cancelled_write_is_fenced_when_not_a_byte_comes_any_more(talk: Talk) 
     raise AssertionError("every WRITE was quicker")
 
 
+def test_of_a_write_whose_mover_died_it_is_said_that_it_was_cut_off(talk: Talk) -> None:
+    """What had left P may still be on its way into D's memory: that is for D to fence."""
+    if not talk.p.side.has_process:
+        pytest.skip("a thread does not die alone")
+    for _ in range(TRIES):
+        prompt, name = talk.prompt(BLOCKS - 10), secrets.token_hex(16)
+        grant = talk.grant(prompt)
+        talk.prefill(prompt, name)
+        talk.register(grant, name)
+        talk.until(talk.d.arrived)
+        talk.p.side.kill_mover()
+        talk.cancel(grant, name)
+        answer = talk.hear(Written, Fenced)
+        talk.p.skip(LEASE_NS)
+        talk.until(talk.free)
+        if isinstance(answer, Fenced):
+            assert answer.cut_off
+            return
+    raise AssertionError("every WRITE was quicker")
+
+
 def test_a_lease_that_ends_before_the_registration_is_told(talk: Talk) -> None:
     prompt, name = talk.prompt(3), secrets.token_hex(16)
     talk.prefill(prompt, name)
