@@ -38,7 +38,7 @@ serve: $(READY)
 	@$(PY) -m pdkv serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: $(READY)
-	@$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PY) -m pytest -n 3 --dist loadfile $(ARGS)
 
 faults: $(READY)
 	@$(PY) -m pdkv faults --seeds $(SEEDS) $(ARGS)
