@@ -187,16 +187,16 @@ class WriteGrants:
         if isinstance(message, Noted):
             self._on_noted(promise, writing=message.writing)
             return None
-        if isinstance(message, NotWritten | Fenced) and message.cut_off:
-            cause = message.reason if isinstance(message, NotWritten) else "the producer has cut the write off"
-            self.take_back(promise, cause)
-            self._fence_here(self._withdrawn[message.grant_id])
-            return promise.request, cause
-        self._close(promise)
         if isinstance(message, NotWritten | Fenced):
             cause = message.reason if isinstance(message, NotWritten) else "the producer has fenced the grant off"
-            self._fail(promise, cause)
+            if message.cut_off:
+                self.take_back(promise, cause)
+                self._fence_here(self._withdrawn[message.grant_id])
+            else:
+                self._close(promise)
+                self._fail(promise, cause)
             return promise.request, cause
+        self._close(promise)
         if promise.recalled_until_ns is not None:  # then its producer may keep it, to be asked for again
             self._outbox.append(SendMessage(peer, Withdraw(promise.awaited.transfer_id)))
         now_ns = self._journal.now_ns
@@ -242,7 +242,9 @@ class WriteGrants:
         It is asked back, not taken: its producer may have written it by now, and a write that had ended when the CANCEL
         came is used. One under way is stopped, and answered `Fenced` like one that has not begun.
         """
-        if not self._config.transfer.bounded_waits or self._withdrawn or self._recalled():
+        if not self._config.transfer.bounded_waits or self._withdrawn:
+            return
+        if any(one.recalled_until_ns is not None for one in self._promises.values()):
             return
         since_ns = self._journal.now_ns - self._config.lease_ns
         idle = [one for one in self._promises.values() if not one.writing and one.since_ns <= since_ns]
@@ -251,12 +253,10 @@ class WriteGrants:
             self._show(idle[-1], f"asked back from {idle[-1].awaited.peer.engine_id[:80]}: others wait for memory")
             self._repeat(idle[-1])
 
-    def _recalled(self) -> list[Promise]:
-        return [one for one in self._promises.values() if one.recalled_until_ns is not None]
-
     def unanswered(self) -> list[Promise]:
         """Grants that were asked back in vain: they are taken."""
-        return [one for one in self._recalled() if (one.recalled_until_ns or 0) <= self._journal.now_ns]
+        promises, now_ns = self._promises.values(), self._journal.now_ns
+        return [one for one in promises if one.recalled_until_ns is not None and one.recalled_until_ns <= now_ns]
 
     def given_back(self, message: OfGrant, peer: Peer) -> Promise | None:
         """The grant that was asked back, and that ``message`` returns: nothing was, or will be, written under it."""

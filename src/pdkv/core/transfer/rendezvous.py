@@ -22,7 +22,17 @@ from pdkv.core.journal import Journal
 from pdkv.core.ports import AwaitingView, Reply, SendMessage
 from pdkv.core.scheduler.request import Request
 from pdkv.core.transfer.grants import WriteGrants
-from pdkv.core.transfer.messages import Announce, Awaited, Gone, Grant, Peer, Register, RegisterWrite, Withdraw
+from pdkv.core.transfer.messages import (
+    Announce,
+    Awaited,
+    Gone,
+    Grant,
+    Peer,
+    Register,
+    RegisterWrite,
+    Withdraw,
+    WriteGrant,
+)
 from pdkv.core.transfer.writes import Writes
 
 _MOST_PARKED = 4096  # registrations of ids not heard of yet: their requests may come a moment later
@@ -36,6 +46,11 @@ class Registration:
     message: Register | RegisterWrite
     origin: bytes
     deadline_ns: int | None
+
+
+def _grant_of(message: Register | RegisterWrite) -> WriteGrant | None:
+    """The memory that who registers has granted for the KV."""
+    return message.grant if isinstance(message, RegisterWrite) else None
 
 
 class Announcements:
@@ -52,7 +67,6 @@ class Announcements:
         self._kept: dict[str, Announce] = {}
         self._over: OrderedDict[str, str] = OrderedDict()
         self._registered: OrderedDict[str, Registration] = OrderedDict()
-        self._granting: set[str] = set()  # ids of those who have granted memory
 
     def expect(self, request: Request) -> None:
         """A prefill has arrived."""
@@ -66,8 +80,8 @@ class Announcements:
 
     def has_memory(self, request: Request) -> bool:
         """Whether a consumer has granted memory that this prefill's KV can be written to at once."""
-        transfer_id = request.new.transfer_id
-        return transfer_id is not None and transfer_id in self._granting and self._counts(self._registered[transfer_id])
+        waiting = self._registered.get(request.new.transfer_id or "")
+        return waiting is not None and _grant_of(waiting.message) is not None and self._counts(waiting)
 
     def _counts(self, waiting: Registration) -> bool:
         """Whether who registered is still there, as far as is known."""
@@ -86,8 +100,7 @@ class Announcements:
         if isinstance(waiting.message, RegisterWrite):
             if waiting.message.grant is None:
                 return None
-            self._strike(transfer_id)  # `Writes` answers from now on
-            return waiting
+            return self._registered.pop(transfer_id)  # `Writes` answers from now on
         self._reply(waiting.origin, announce)
         return None
 
@@ -102,7 +115,7 @@ class Announcements:
             self._over.popitem(last=False)
         waiting = self._registered.get(transfer_id)
         if waiting is not None and self._is_answered(waiting.message):
-            self._strike(transfer_id)
+            del self._registered[transfer_id]
             if self._counts(waiting):
                 self._refuse(waiting.message, waiting.origin, reason)
 
@@ -120,34 +133,29 @@ class Announcements:
                 self._reply(origin, self._kept[transfer_id])
             return self._kept[transfer_id]
         deadline_ns = self._journal.now_ns + self._patience_ns if self._is_answered(message) else None
-        self._strike(transfer_id)  # the newest is the last
         self._registered[transfer_id] = Registration(message, origin, deadline_ns)
-        if isinstance(message, RegisterWrite) and message.grant is not None:
-            self._granting.add(transfer_id)
+        self._registered.move_to_end(transfer_id)
         self._drop_stale()
-        if isinstance(message, RegisterWrite) and message.grant is not None:
-            self._writes.note(message.grant, origin, writing=False)
+        grant = _grant_of(message)
+        if grant is not None:
+            self._writes.note(grant, origin, writing=False)
         return None
 
     def on_cancel(self, transfer_id: str, nonce: int, grant_id: int) -> None:
         """This grant is not waited for any more; another one under the same id may be."""
         waiting = self._registered.get(transfer_id)
-        grant = waiting.message.grant if waiting and isinstance(waiting.message, RegisterWrite) else None
+        grant = _grant_of(waiting.message) if waiting is not None else None
         if grant is not None and (grant.nonce, grant.grant_id) == (nonce, grant_id):
-            self._strike(transfer_id)
-
-    def _strike(self, transfer_id: str) -> None:
-        """Nobody is registered under this id any more."""
-        self._registered.pop(transfer_id, None)
-        self._granting.discard(transfer_id)
+            del self._registered[transfer_id]
 
     def _is_answered(self, message: Register | RegisterWrite) -> bool:
         """The reference has no word for a WRITE that will not come (spec pd-transfer 9): it parks its registration."""
         return self._answers or isinstance(message, Register)
 
     def _refuse(self, message: Register | RegisterWrite, origin: bytes, reason: str) -> None:
-        if isinstance(message, RegisterWrite) and message.grant is not None:
-            self._writes.refuse(message.grant, origin, reason)
+        grant = _grant_of(message)
+        if grant is not None:
+            self._writes.refuse(grant, origin, reason)
         else:
             self._reply(origin, Gone(message.transfer_id, reason))
 
@@ -157,7 +165,7 @@ class Announcements:
         Its request may be still to come, as both legs begin at once: then it is not kept either.
         """
         transfer_id = message.transfer_id
-        self._strike(transfer_id)
+        self._registered.pop(transfer_id, None)
         kept = self._kept.get(transfer_id)
         if kept is None:
             self.ended(transfer_id, "withdrawn by its consumer")
@@ -178,7 +186,7 @@ class Announcements:
             transfer_id, oldest = next(iter(self._registered.items()))
             if self._counts(oldest) and len(self._registered) <= _MOST_PARKED:
                 return
-            self._strike(transfer_id)
+            del self._registered[transfer_id]
 
 
 @dataclass(slots=True)

@@ -103,11 +103,8 @@ class Writes:
         """Tell the consumer that its registration has arrived."""
         self._reply(origin, Noted(grant.nonce, grant.grant_id, writing))
 
-    def refuse(self, grant: WriteGrant, origin: bytes, reason: str) -> None:
-        """Nothing will be written under this grant."""
-        self._refuse(grant, origin, reason, cut_off=False)
-
-    def _refuse(self, grant: WriteGrant, origin: bytes, reason: str, *, cut_off: bool) -> None:
+    def refuse(self, grant: WriteGrant, origin: bytes, reason: str, *, cut_off: bool = False) -> None:
+        """Nothing (more) will be written under this grant; ``cut_off`` as in `NotWritten`."""
         self._settle(key_of(grant), origin, NotWritten(grant.nonce, grant.grant_id, reason, cut_off))
 
     def start(self, lease: Lease, message: Register | RegisterWrite, origin: bytes) -> bool:
@@ -194,7 +191,7 @@ class Writes:
         if write.cancelled:
             self._settle(key_of(grant), write.origin, Fenced(grant.nonce, grant.grant_id, write.cut_off))
         elif self._config.transfer.push_answers:
-            self._refuse(grant, write.origin, error, cut_off=write.cut_off)
+            self.refuse(grant, write.origin, error, cut_off=write.cut_off)
 
     def on_cancel(self, message: CancelGrant, origin: bytes) -> None:
         """Post nothing more under this grant, and say so when nothing is under way any more."""
