@@ -307,20 +307,26 @@ def test_nothing_is_written_under_a_grant_that_was_taken_back(p: Side, d: Side) 
     check_whole(p, d, p.write(d, grant_of(d, (1, 2)), (3, 4)), (3, 4), (1, 2))
 
 
+def check_fenced(p: Side, d: Side, grant: WriteGrant, handle: int, epoch: int) -> WriteEnded:
+    """D's fence comes, and no byte of the WRITE after it; how that ended for P."""
+    take_fence(d, grant)
+    reused = d.blocks.copy()
+    (ended,) = p.reports(1)
+    assert np.array_equal(d.blocks, reused), "a byte after the fence"
+    assert isinstance(ended, WriteEnded)
+    assert ended.handle == handle
+    ready_again(p, d, epoch)
+    check_untouched(p, d)
+    return ended
+
+
 def test_not_a_byte_comes_after_the_fence_of_what_is_being_written(p: Side, d: Side) -> None:
     seen, wanted = 0, 1 if isinstance(d, RealSide) else 12  # virtual time is cheap: also in the middle of a slice
     for _ in range(wanted * TRIES):
         grant, epoch = grant_of(d, ALL), d.epoch
         handle = begin(p, d, grant)
         take_back(d, grant)
-        take_fence(d, grant)
-        reused = d.blocks.copy()
-        (report,) = p.reports(1)
-        assert np.array_equal(d.blocks, reused), "a byte after the fence"
-        assert isinstance(report, WriteEnded)
-        assert report.handle == handle
-        ready_again(p, d, epoch)
-        check_untouched(p, d)
+        report = check_fenced(p, d, grant, handle, epoch)
         if report.error is not None:
             assert report.moved_bytes < BLOCKS * d.block_bytes
             seen += 1
@@ -368,12 +374,5 @@ def test_a_mover_of_d_that_dies_by_itself_fences_what_was_given_up(p: Side, d: S
     (read,) = d.reports(1)
     assert isinstance(read, ReadEnded)  # its plan has been carried out, and nothing is fenced yet
     d.kill_mover()
-    take_fence(d, grant)
-    reused = d.blocks.copy()
-    (ended,) = p.reports(1)
-    assert np.array_equal(d.blocks, reused), "a byte after the fence"
-    assert isinstance(ended, WriteEnded)
-    assert ended.handle == handle
-    ready_again(p, d, epoch)
-    check_untouched(p, d)
+    check_fenced(p, d, grant, handle, epoch)
     assert d.pending() == []
