@@ -153,14 +153,26 @@ def measure(comparison: Comparison, args: argparse.Namespace) -> None:
     )
 
 
-def alone(ours: Side, steps: int) -> dict[str, Any]:
+def alone(ours: Side, steps: int, rounds: int) -> dict[str, Any]:
     """What has no peer: one `advance` against as many single steps, and a request of a million tokens."""
-    single, strided = ours.stride(steps)
-    ratio = single / strided
-    say(f"advance: {steps} steps in {strided * 1e3:.1f} ms, singly {single * 1e3:.0f} ms: {ratio:.1f}x")
+    pairs = [ours.stride(steps) for _ in range(rounds)]
+    single, strided = (statistics.median(side) for side in zip(*pairs, strict=True))
+    ratios = sorted(one / at_once for one, at_once in pairs)
+    ratio = statistics.median(ratios)
+    say(
+        f"advance: {steps} steps in {strided * 1e3:.1f} ms, singly {single * 1e3:.0f} ms: "
+        f"{ratio:.1f}x ({ratios[0]:.1f}-{ratios[-1]:.1f})"
+    )
     million = ours.million()
     say("1M tokens: " + ", ".join(f"{name} {value:.4g}" for name, value in million.items()))
-    advance = {"steps": steps, "single_seconds": single, "advance_seconds": strided, "ratio": ratio, "bar": STRIDE_BAR}
+    advance = {
+        "steps": steps,
+        "single_seconds": single,
+        "advance_seconds": strided,
+        "ratio": ratio,
+        "ratios": ratios,
+        "bar": STRIDE_BAR,
+    }
     return {"advance": advance, "million": million}
 
 
@@ -176,7 +188,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--churn-requests", type=int, default=1000, help="requests of churn (default 1000; the whole is 10000)"
     )
-    parser.add_argument("--churn-rounds", type=int, default=3, help="pairs of churn (default 3)")
+    parser.add_argument("--churn-rounds", type=int, default=5, help="pairs of churn (default 5)")
     parser.add_argument("--stride", type=int, default=1000, help="steps of one advance (default 1000)")
     return parser.parse_args()
 
@@ -192,7 +204,7 @@ def main() -> int:
     finally:
         if peer is not None:
             peer.close()
-    extra = {} if args.only else alone(ours, args.stride)
+    extra = {} if args.only else alone(ours, args.stride, args.rounds)
     machine = {"cpus": os.cpu_count(), "cpu": platform.machine(), "python": platform.python_version()}
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -79,17 +79,25 @@ class Server(Group):
         return answer
 
     def chunks(self, prompt: list[int], **fields: Any) -> Iterator[float]:
-        """The times (perf_counter) at which pieces of a streamed answer came in."""
-        connection = self._post(prompt, stream=True, **fields)
+        """The times (perf_counter) at which pieces of a streamed answer came in.
+
+        Raises `ChildFailed` with the server's log when the answer has no text: an error in the stream, or nothing.
+        """
+        connection = self._post(prompt, stream=True, ignore_eos=True, **fields)
         response = connection.getresponse()
         if response.status != 200:
             raise self.failure(f"HTTP {response.status}: {response.read()[:400]!r}")
+        pieces, last = 0, b""
         for line in response:
             if line.startswith(b"data: {"):
+                last = line
                 choices = json.loads(line[6:]).get("choices")
                 if choices and choices[0].get("text"):
+                    pieces += 1
                     yield time.perf_counter()
         connection.close()
+        if not pieces:
+            raise self.failure(f"its answer has no text; the last event: {last[:400]!r}")
 
     def _post(self, prompt: list[int], **fields: Any) -> http.client.HTTPConnection:
         connection = self._connect()
@@ -119,7 +127,8 @@ class Pair:
             tpot_s = (times[-1] - times[0]) / (len(times) - 1)
             other = make_prompt(word_ids, PROMPT_TOKENS, seed + 500_000)
             began = time.perf_counter()
-            local_s = next(iter(self.decode.chunks(other, max_tokens=1))) - began
+            times_local = list(self.decode.chunks(other, max_tokens=ANSWER_TOKENS))  # whole: none is left computing
+            local_s = times_local[0] - began
         finally:
             self.pause()
         return {
