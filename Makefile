@@ -38,7 +38,7 @@ serve: $(READY)
 	@$(PY) -m pdkv serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: $(READY)
-	@$(PY) -m pytest -n 3 --dist loadfile $(ARGS)
+	@$(PY) -m pytest -n 4 --dist loadfile $(ARGS)
 
 faults: $(READY)
 	@$(PY) -m pdkv faults --seeds $(SEEDS) $(ARGS)

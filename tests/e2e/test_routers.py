@@ -18,7 +18,7 @@ from tests.e2e.processes import INSTANCE, Part, free_port, tokens_of, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LONG_ANSWER = 1000  # tokens: seconds, so that it is seen at work
+LONG_ANSWER = 400  # tokens: seconds, so that it is seen at work
 MEMORY = ("--kv-cache-memory-bytes", "150MiB")
 VLLM_ROUTER = os.environ.get("PDKV_VLLM_ROUTER") or shutil.which("vllm-router", path=Path(sys.executable).parent)
 
