@@ -55,6 +55,17 @@ def test_incremental_equals_one_shot(tokens: list[int], cuts: list[int], block_s
     assert list(hashes) == hashes_of(tokens, block_size, "salt")
 
 
+def test_thousands_of_blocks_in_one_call_are_those_of_as_many_calls() -> None:
+    """Blocks are taken a thousand at a time; extra keys stay with theirs."""
+    blocks = np.arange(2 * 5000, dtype=np.int32).reshape(-1, 2)
+    extra = {row: ("item", row) for row in (0, 7, 1023, 1024, 2048, 4999)}
+    digests: list[bytes] = []
+    for row, block in enumerate(blocks):
+        keys = {0: extra[row]} if row in extra else {}
+        digests += raw_sha256(digests[-1] if digests else None, block[None], keys)
+    assert raw_sha256(None, blocks, extra) == digests
+
+
 def test_views_of_any_layout_hash_the_same() -> None:
     wide = np.repeat(np.arange(8, dtype=np.int32), 2)
     assert hashes_of(list(range(8))) == hashes_of(wide[::2].tolist())

@@ -24,6 +24,7 @@ DigestFunction = Callable[[bytes], bytes]
 NO_EXTRA: Mapping[int, ExtraKeys] = {}
 
 _LITTLE_INT32 = np.dtype("<i4")
+_CHUNK = 1024  # blocks made bytes at a time: the next ones take the memory of the last ones, which is in the cache
 
 
 @cache
@@ -70,11 +71,18 @@ def _raw_hash(link: Callable[[bytes, list[bytes]], list[bytes]], none_hash: byte
     """`raw_hash` with ``link`` for all contents of a call: digests, each of the one before and the content after it."""
 
     def chain(parent: bytes | None, blocks: Int32Array, extra: Mapping[int, ExtraKeys]) -> list[bytes]:
-        tokens = np.ascontiguousarray(blocks, dtype=_LITTLE_INT32)
-        contents: list[bytes] = tokens.view(_content_type(blocks.shape[1])).ravel().tolist()
-        for row, keys in extra.items():
-            contents[row] += cbor(keys)
-        return link(parent or none_hash, contents)
+        tokens = np.ascontiguousarray(blocks, dtype=_LITTLE_INT32).view(_content_type(blocks.shape[1])).ravel()
+        last, digests = parent or none_hash, []
+        for first in range(0, len(tokens), _CHUNK):
+            contents: list[bytes] = tokens[first : first + _CHUNK].tolist()
+            if extra:
+                contents = [
+                    content + cbor(extra[row]) if row in extra else content
+                    for row, content in enumerate(contents, first)
+                ]
+            digests += link(last, contents)
+            last = digests[-1]
+        return digests
 
     return chain
 
