@@ -112,7 +112,8 @@ def forged(rng: random.Random, tokens: list[bytes]) -> ToProducer:
                 transfer_id=rng.choice(IDS), producer="P before", consumer=PEER, grant=odd_write_grant(rng)
             )
         case 7:
-            return CancelGrant(rng.choice((name, *IDS)), rng.getrandbits(64), rng.randrange(1, 1 << 64))
+            producer = rng.choice(("P", "P before"))
+            return CancelGrant(rng.choice((name, *IDS)), producer, rng.getrandbits(64), rng.randrange(1, 1 << 64))
         case 0:
             return Heartbeat(tuple(near(rng, rng.choice(tokens)) for _ in range(rng.randrange(6))))
         case 1:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from tests.core.helpers import NS, assert_all_free, finished_of, step
+from tests.core.helpers import NS, assert_all_free, finished_of, make_engine, step
 from tests.core.write_pair import ID, LEASE_NS, Pair, accounts, decode, prefill, registrations
 
 from pdkv.core.ports import Abort, FromConsumer, GrantsFenced, MoverRestarted
@@ -40,7 +40,7 @@ def test_an_abort_frees_nothing_before_p_has_stopped(state: str) -> None:
     assert accounts(pair.d) == {"quarantine": 3}
     assert [revoked.grant_id for revoked in plan.revoked] == [1]
     assert pair.d.producer._slots._slots[slot, 1] == 0, "the word goes before anything else"
-    assert pair.to_p[-1] == CancelGrant(ID, 8, 1)
+    assert pair.to_p[-1] == CancelGrant(ID, "P", 8, 1)
     plan = pair.step_p()
     if state == "writing":
         assert plan.cancels == (pair.posts[0].handle,)
@@ -62,7 +62,7 @@ def test_a_cancel_is_repeated_until_it_is_answered() -> None:
     pair.to_p.clear()
     pair.now = 3 * NS
     pair.step_d()
-    assert pair.to_p == [CancelGrant(ID, 8, 1)]
+    assert pair.to_p == [CancelGrant(ID, "P", 8, 1)]
     pair.settle(2)
     assert_all_free(pair.d)
 
@@ -92,7 +92,7 @@ def test_a_new_d_is_served_under_the_same_id(left: bool) -> None:
     pair.step_p()
     assert first.grant is not None
     second = msgspec.structs.replace(first, grant=msgspec.structs.replace(first.grant, nonce=99, grant_id=5))
-    pair.to_p = [second, *([CancelGrant(ID, 8, 1)] if left else [])]
+    pair.to_p = [second, *([CancelGrant(ID, "P", 8, 1)] if left else [])]
     pair.step_p(prefill())
     pair.step_p()
     assert [(post.grant.nonce, post.grant.grant_id) for post in pair.posts] == [(99, 5)]
@@ -151,6 +151,44 @@ def test_what_p_has_cut_off_is_fenced_by_d(aborted: bool) -> None:
     assert "d" in finished_of(pair.events), "computed here, or aborted"
 
 
+def check_fenced_by_d(pair: Pair) -> None:
+    """What P has just said is that it can do no more about what was cut off."""
+    answer = pair.to_d[-1]
+    assert isinstance(answer, NotWritten | Fenced)
+    assert answer.cut_off
+    assert pair.step_d().evict == (1,)
+    assert accounts(pair.d).get("quarantine") == 3
+    pair.step_d(GrantsFenced((1,)))
+    pair.settle()
+    assert_all_free(pair.d)
+    assert_all_free(pair.p)
+    assert "d" in finished_of(pair.events)
+
+
+def test_what_is_cut_off_is_not_asked_for_once_more() -> None:
+    pair = Pair()
+    pair.writing()
+    pair.step_p(replace(pair.written("the network broke"), cut_off=True))
+    pair.step_d()
+    assert not any(isinstance(message, CancelGrant) for message in pair.to_p), "P has said all that it can say"
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_another_life_of_p_does_not_know_what_has_left_the_first(aborted: bool) -> None:
+    """It listens where the first did, so it hears what D repeats; that was killed in the middle of the WRITE."""
+    pair = Pair()
+    pair.writing()
+    pair.p = make_engine(engine_id="P again", nonce=9)
+    if aborted:
+        pair.step_d(Abort("d"))
+    else:
+        pair.now = LEASE_NS // 6
+        pair.step_d()
+    pair.step_p()
+    assert isinstance(pair.to_d[-1], Fenced if aborted else NotWritten)
+    check_fenced_by_d(pair)
+
+
 def test_the_fence_of_a_grant_that_stands_frees_nothing() -> None:
     pair = Pair()
     pair.writing()
@@ -190,10 +228,11 @@ def test_p_gives_up_a_write_that_does_not_end_and_then_its_mover() -> None:
     assert pair.to_d[-1] == NotWritten(8, 1, "not written within 20 s (--kv-load-timeout)", cut_off=True)
 
 
-def test_a_new_mover_writes_again() -> None:
+def test_a_new_mover_writes_again_what_has_left_nothing_behind() -> None:
+    """Through shared memory."""
     pair = Pair()
     first = pair.writing()
-    pair.step_p(MoverRestarted((first.handle,)))
+    pair.step_p(MoverRestarted((first.handle,), cut_off=False))
     again = pair.posts[-1]
     assert again.handle != first.handle
     assert np.array_equal(again.remote_blocks, first.remote_blocks)
@@ -202,9 +241,19 @@ def test_a_new_mover_writes_again() -> None:
     assert "d" in finished_of(pair.events)
 
 
+def test_a_new_mover_does_not_write_again_what_was_cut_off() -> None:
+    """All would be there, D would use it and give the memory to somebody else: then the first attempt still comes."""
+    pair = Pair()
+    first = pair.writing()
+    pair.step_p(MoverRestarted((first.handle,)))
+    assert pair.posts == [first]
+    assert len(pair.named("WriteFailed")) == 1
+    check_fenced_by_d(pair)
+
+
 def test_tombstones_are_bounded() -> None:
     pair = Pair()
-    inbox = [FromConsumer(CancelGrant(ID, 1, number), 0, b"D") for number in range(1, 20_000)]
+    inbox = [FromConsumer(CancelGrant(ID, "P", 1, number), 0, b"D") for number in range(1, 20_000)]
     plan, _ = step(pair.p, 0, inbox)
     assert len(plan.replies) == len(inbox), "each is answered"
     assert len(pair.p.producer.writes._over) == 16384

@@ -49,7 +49,7 @@ def short_of_memory(**both: Any) -> Pair:
 def test_an_idle_grant_gives_way_and_its_request_goes_on_by_late_push() -> None:
     pair = short_of_memory()
     pair.step_d()
-    assert pair.to_p == [CancelGrant(ID, 8, 1)], "it is asked back"
+    assert pair.to_p == [CancelGrant(ID, "P", 8, 1)], "it is asked back"
     assert accounts(pair.d) == {"loading": 3}, "until P has given it back"
     pair.step_p()
     pair.step_d()
@@ -72,7 +72,7 @@ def test_what_was_written_before_it_was_asked_back_is_used() -> None:
     pair.step_p(pair.written())
     pair.to_d.clear()
     pair.step_d()
-    assert pair.to_p == [CancelGrant(ID, 8, 1)]
+    assert pair.to_p == [CancelGrant(ID, "P", 8, 1)]
     pair.step_p()
     assert [type(message).__name__ for message in pair.to_d] == ["Written"], "and not that nothing was"
     pair.step_d()
@@ -89,7 +89,7 @@ def test_a_grant_asked_back_in_vain_is_taken() -> None:
     pair.to_p.clear()
     pair.now += NS
     pair.step_d()
-    assert pair.to_p == [CancelGrant(ID, 8, 1)], "asked again"
+    assert pair.to_p == [CancelGrant(ID, "P", 8, 1)], "asked again"
     pair.to_p.clear()
     pair.now += NS
     pair.step_d()
@@ -101,7 +101,7 @@ def test_a_grant_asked_back_in_vain_is_taken() -> None:
 def test_a_cancelled_write_leaves_the_kv_to_who_registers_again() -> None:
     pair = Pair()
     post = pair.writing()
-    pair.step_p(FromConsumer(CancelGrant(ID, 8, post.grant.grant_id), 0, b"D"))
+    pair.step_p(FromConsumer(CancelGrant(ID, "P", 8, post.grant.grant_id), 0, b"D"))
     pair.step_p(pair.written("cancelled"))
     assert accounts(pair.p) == {"retained": 3}
     pair.step_p(FromConsumer(Register(ID, "P"), 0, b"D"))

@@ -177,7 +177,7 @@ def test_a_new_mover_of_the_producer_costs_no_read(process_pair: tuple[Half, Hal
     producer, consumer = process_pair
     assert _read_all(producer, consumer).error is None
     os.kill(producer.control.mover_pid, signal.SIGKILL)
-    assert producer.wait(MoverRestarted) == MoverRestarted(handles=())
+    assert producer.wait(MoverRestarted).handles == ()
     _wait_for(lambda: producer.control._mover.ready)
     assert _read_all(producer, consumer).error is None
     assert consumer.control.stats().failed_transfers == 0

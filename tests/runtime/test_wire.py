@@ -82,7 +82,7 @@ QUESTIONS = [
     Done(b"z" * 16, "d"),
     Register("transfer-1", "p"),
     RegisterWrite(transfer_id="transfer-1", producer="p", consumer=CONSUMER, grant=WRITE_GRANT),
-    CancelGrant("transfer-1", 2**64 - 1, 1),
+    CancelGrant("transfer-1", "p", 2**64 - 1, 1),
     Withdraw("transfer-1"),
 ]
 ANSWERS = [
@@ -225,7 +225,7 @@ def test_hints_with_malformed_tokens_are_dropped(hint: Heartbeat | Done) -> None
 KINDS = [
     lambda name: Register(name, "p"),
     lambda name: RegisterWrite(transfer_id=name, producer="p", consumer=CONSUMER),
-    lambda name: CancelGrant(name, 1, 1),
+    lambda name: CancelGrant(name, "p", 1, 1),
     Withdraw,
 ]
 

@@ -107,7 +107,7 @@ MESSAGES: dict[Callable[[bytes], Any], tuple[Any, ...]] = {
         Register("t", "p"),
         RegisterWrite(transfer_id="t", producer="p", consumer=CONSUMER),
         RegisterWrite(transfer_id="t", producer="p", consumer=CONSUMER, grant=WRITE_GRANT),
-        CancelGrant("t", 2**63, 7),
+        CancelGrant("t", "p", 2**63, 7),
         Withdraw("t"),
     ),
     decode_answer: (

@@ -173,7 +173,7 @@ class Talk:
 
     def cancel(self, grant: WriteGrant, transfer_id: str) -> None:
         """Once."""
-        self.say(CancelGrant(transfer_id, grant.nonce, grant.grant_id))
+        self.say(CancelGrant(transfer_id, self.p.side.peer.engine_id, grant.nonce, grant.grant_id))
 
     def hear(self, *kinds: type[Answer]) -> Answer:
         """The next answer, which is one of these. That a registration has arrived is told at any time."""

@@ -97,7 +97,7 @@ class Engine:
             slots, nonce=identity.nonce, secret=identity.secret, block_size=self.manager.paged_block_size
         )
         handles, self._last_fence = count(1), LastFence()
-        writes = Writes(config, self.manager, handles, self._last_fence, self._journal)
+        writes = Writes(config, identity.engine_id, self.manager, handles, self._last_fence, self._journal)
         announcements = Announcements(config, identity.engine_id, writes, self._journal)
         self.producer = Producer(config, self.manager, lease_slots, announcements, writes, self._journal)
         self.consumer = Consumer(

@@ -81,7 +81,7 @@ class PeerNews:
             case MoverRestarted():
                 self._last_fence.restarted()
                 self._consumer.on_mover_restarted(item.handles)
-                self._producer.on_mover_restarted(item.handles)
+                self._producer.on_mover_restarted(item)
 
     def run_timers(self) -> None:
         """Leases and loads whose time is up. The inbox has been drained, so a beat that came in time counts."""

@@ -172,10 +172,12 @@ class GrantsFenced:
 class MoverRestarted:
     """The mover was killed and started again: ``handles``, all it had been given, are fenced and will not report.
 
-    Handles that the control thread had not handed over yet are not among them: they go to the new mover.
+    Handles that the control thread had not handed over yet are not among them: they go to the new mover. ``cut_off``:
+    parts of the WRITEs among ``handles`` may be on their way into the peer's memory still, as in `WriteEnded`.
     """
 
     handles: tuple[int, ...]
+    cut_off: bool = True
 
 
 FromMover = ReadEnded | WriteEnded | GrantsFenced | MoverRestarted

@@ -65,6 +65,11 @@ class MoverHost:
         return self._mover.pid if self._mover else None
 
     @property
+    def leaves_sockets(self) -> bool:
+        """Whether what a mover has posted may still arrive at a peer after its death: NIXL may send it over TCP."""
+        return self._transport == "nixl"
+
+    @property
     def wants_write(self) -> bool:
         """Whether messages wait for room in its socket."""
         return self._mover is not None and self._mover.wants_write

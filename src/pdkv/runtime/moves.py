@@ -152,7 +152,7 @@ class Moves:
         for handle in handles:
             del self._moves[handle]
         self._connections.clear()
-        self.deliver(MoverRestarted(handles=handles))
+        self.deliver(MoverRestarted(handles=handles, cut_off=self.mover.leaves_sockets))
 
     def mover_ready(self, now_ns: int) -> None:
         """Hand over what waited for it."""

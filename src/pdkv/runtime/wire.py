@@ -36,7 +36,7 @@ from pdkv.core.transfer.proof import KEY_BYTES, PROOF_BYTES, TOKEN_BYTES
 from pdkv.runtime.geometry import Geometry
 from pdkv.runtime.shown import readable
 
-WIRE_VERSION = "4"
+WIRE_VERSION = "5"
 MAX_FRAME_BYTES = 4 << 20
 SEAL_BYTES = 25  # of a sealed frame (`runtime.peer_auth`), in front of the message
 MAX_MOVER_FRAME_BYTES = 64 << 20

@@ -189,12 +189,11 @@ class WriteGrants:
             return None
         if isinstance(message, NotWritten | Fenced):
             cause = message.reason if isinstance(message, NotWritten) else "the producer has fenced the grant off"
+            self._fail(promise, cause)
             if message.cut_off:
-                self.take_back(promise, cause)
-                self._fence_here(self._withdrawn[message.grant_id])
+                self._fence_here(self._withdraw(promise, cause))
             else:
                 self._close(promise)
-                self._fail(promise, cause)
             return promise.request, cause
         self._close(promise)
         if promise.recalled_until_ns is not None:  # then its producer may keep it, to be asked for again
@@ -276,7 +275,13 @@ class WriteGrants:
         self.put_off(promise, cause)
 
     def put_off(self, promise: Promise, cause: str) -> None:
-        """Its request has this memory no more: it stays in quarantine until nothing can be written any more."""
+        """Its request has this memory no more, and its producer is told to stop."""
+        withdrawn = self._withdraw(promise, cause)
+        if self._config.transfer.push_answers:
+            withdrawn.next_cancel_ns = self._cancel(withdrawn)
+
+    def _withdraw(self, promise: Promise, cause: str) -> Withdrawn:
+        """Its memory stays in quarantine until nothing can be written any more."""
         grant, request = promise.grant, promise.request
         del self._promises[grant.grant_id]
         self._slots.disarm(grant.slot)
@@ -291,13 +296,13 @@ class WriteGrants:
         )
         withdrawn = Withdrawn(request.request_id, promise.awaited, grant, deadline_ns, self._journal.now_ns)
         self._withdrawn[grant.grant_id] = withdrawn
-        if self._config.transfer.push_answers:
-            withdrawn.next_cancel_ns = self._cancel(withdrawn)
+        return withdrawn
 
     def _cancel(self, one: Promise | Withdrawn) -> int:
         """Tell its producer; returns when it must be told again."""
-        cancel = CancelGrant(one.awaited.transfer_id, one.grant.nonce, one.grant.grant_id)
-        self._outbox.append(SendMessage(one.awaited.peer, cancel))
+        awaited, grant = one.awaited, one.grant
+        cancel = CancelGrant(awaited.transfer_id, awaited.peer.engine_id, grant.nonce, grant.grant_id)
+        self._outbox.append(SendMessage(awaited.peer, cancel))
         return self._journal.now_ns + self._config.fence_timeout_ns // _CANCELS_PER_FENCE
 
     def _repeat(self, promise: Promise) -> None:

@@ -138,9 +138,13 @@ class RegisterWrite(msgspec.Struct, frozen=True, tag="register_write", kw_only=T
 
 
 class CancelGrant(msgspec.Struct, frozen=True, tag="cancel_grant"):
-    """Nothing may be written under this grant any more. Repeated until the producer has said that nothing will be."""
+    """Nothing may be written under this grant any more. Repeated until the producer has said that nothing will be.
+
+    ``producer`` was asked to write: another life of it, where it listened, knows nothing of what had left the first.
+    """
 
     transfer_id: str
+    producer: str
     nonce: int
     grant_id: int
 
@@ -195,7 +199,8 @@ class Fenced(msgspec.Struct, frozen=True, tag="fenced"):
     """The answer to `CancelGrant`: nothing is under way, nor will be, under this grant. Also of unknown ones.
 
     If the WRITE was ``cut_off``, nothing more leaves the producer, but what has left it may still be in a socket of the
-    consumer's host, and be written by the consumer's own mover: the consumer has to fence that itself.
+    consumer's host, and be written by the consumer's own mover: the consumer has to fence that itself. A producer says
+    so, too, of what an earlier life of it was asked for.
     """
 
     nonce: int

@@ -11,7 +11,7 @@ from pdkv.core.config import EngineConfig
 from pdkv.core.events import LeaseGranted, LeaseReleased, LeaseRenewed
 from pdkv.core.journal import Journal
 from pdkv.core.ledger import Account
-from pdkv.core.ports import WriteEnded
+from pdkv.core.ports import MoverRestarted, WriteEnded
 from pdkv.core.scheduler.request import Request
 from pdkv.core.transfer.lease import Lease, LeaseSlots
 from pdkv.core.transfer.messages import CancelGrant, Done, Grant, Heartbeat, Register, RegisterWrite, Withdraw
@@ -213,9 +213,9 @@ class Producer:
         if ended is not None:
             self._write_over(*ended)
 
-    def on_mover_restarted(self, handles: tuple[int, ...]) -> None:
-        """WRITEs among ``handles`` are over or posted again."""
-        for lease, wanted in self.writes.on_mover_restarted(handles):
+    def on_mover_restarted(self, report: MoverRestarted) -> None:
+        """WRITEs among its handles are over or posted again."""
+        for lease, wanted in self.writes.on_mover_restarted(report):
             self._write_over(lease, wanted)
 
     def _write_over(self, lease: Lease, wanted: bool) -> None:

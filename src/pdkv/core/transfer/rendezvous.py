@@ -122,11 +122,11 @@ class Announcements:
     def on_register(self, message: Register | RegisterWrite, origin: bytes) -> Announce | None:
         """Somebody waits: told at once that nothing will come, else kept in mind; returns what is there already."""
         transfer_id = message.transfer_id
-        over = self._over.get(transfer_id)
-        if message.producer != self._engine_id:
+        over, elsewhere = self._over.get(transfer_id), message.producer != self._engine_id
+        if elsewhere:  # it may have been here, and have begun to write
             over = f"engine {message.producer[:80]!r} is not here"
         if over is not None and self._is_answered(message):
-            self._refuse(message, origin, over)
+            self._refuse(message, origin, over, cut_off=elsewhere)
             return None
         if over is None and transfer_id in self._kept:
             if isinstance(message, Register):
@@ -152,10 +152,10 @@ class Announcements:
         """The reference has no word for a WRITE that will not come (spec pd-transfer 9): it parks its registration."""
         return self._answers or isinstance(message, Register)
 
-    def _refuse(self, message: Register | RegisterWrite, origin: bytes, reason: str) -> None:
+    def _refuse(self, message: Register | RegisterWrite, origin: bytes, reason: str, *, cut_off: bool = False) -> None:
         grant = _grant_of(message)
         if grant is not None:
-            self._writes.refuse(grant, origin, reason)
+            self._writes.refuse(grant, origin, reason, cut_off=cut_off)
         else:
             self._reply(origin, Gone(message.transfer_id, reason))
 

@@ -15,7 +15,7 @@ from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.config import EngineConfig
 from pdkv.core.events import WriteFailed, WriteFinished, WriteStarted
 from pdkv.core.journal import Journal
-from pdkv.core.ports import Int32Array, PostWrite, Reply, WriteEnded
+from pdkv.core.ports import Int32Array, MoverRestarted, PostWrite, Reply, WriteEnded
 from pdkv.core.transfer.lease import Lease
 from pdkv.core.transfer.messages import (
     CancelGrant,
@@ -33,6 +33,7 @@ from pdkv.units import NS_PER_S
 
 _MOST_TOMBSTONES = 16384
 _CANCELLED = "cancelled by its consumer"
+_CUT_OFF = "the producer's mover was replaced in the middle of the write"
 
 #: The consumer's boot nonce, and the number of its grant.
 GrantKey = tuple[int, int]
@@ -70,12 +71,13 @@ class Writes:
     def __init__(
         self,
         config: EngineConfig,
+        engine_id: str,
         manager: KVCacheManager,
         handles: Iterator[int],
         last_fence: LastFence,
         journal: Journal,
     ) -> None:
-        self._config, self._manager, self._journal = config, manager, journal
+        self._config, self._engine_id, self._manager, self._journal = config, engine_id, manager, journal
         self._handles, self._last_fence = handles, last_fence
         self._active: dict[int, Write] = {}  # by handle
         self._over: OrderedDict[GrantKey, Written | NotWritten | Fenced] = OrderedDict()
@@ -180,14 +182,14 @@ class Writes:
             )
             self._settle(key_of(grant), write.origin, Written(grant.nonce, grant.grant_id, report.moved_bytes))
         else:
-            failed = WriteFailed(request_id=write.lease.request_id, at_ns=now_ns, handle=write.handle, cause=error)
-            self._journal.emit(failed)
             self._end_in_vain(write, error)
         # The reference keeps what it could not write until the lease ends.
         return write.lease, write.cancelled or (error is not None and not self._config.transfer.push_answers)
 
     def _end_in_vain(self, write: Write, error: str) -> None:
-        grant = write.grant
+        grant, now_ns = write.grant, self._journal.now_ns
+        failed = WriteFailed(request_id=write.lease.request_id, at_ns=now_ns, handle=write.handle, cause=error)
+        self._journal.emit(failed)
         if write.cancelled:
             self._settle(key_of(grant), write.origin, Fenced(grant.nonce, grant.grant_id, write.cut_off))
         elif self._config.transfer.push_answers:
@@ -198,7 +200,8 @@ class Writes:
         key = key_of(message)
         write = self._find(key)
         if write is None:
-            self._settle(key, origin, self._over.get(key, Fenced(*key)))  # what was written before is, all of it
+            unknown = Fenced(*key, cut_off=message.producer != self._engine_id)
+            self._settle(key, origin, self._over.get(key, unknown))  # what was written before is, all of it
             return
         write.origin, write.cancelled = origin, True
         self._stop(write, _CANCELLED)
@@ -209,19 +212,23 @@ class Writes:
             write.deadline_ns = self._journal.now_ns + self._config.fence_timeout_ns
             self._cancels.append(write.handle)
 
-    def on_mover_restarted(self, handles: tuple[int, ...]) -> list[tuple[Lease, bool]]:
-        """``handles`` are fenced: what is still wanted is posted again; of the rest, which are over, as `on_ended`."""
+    def on_mover_restarted(self, report: MoverRestarted) -> list[tuple[Lease, bool]]:
+        """Its handles are over: what is still wanted is posted again; of the rest as `on_ended`.
+
+        Not what was cut off: it would be there before its first attempt has ended, and then that could come into
+        memory which its consumer has given to somebody else. (The reference tells nobody that it does not write.)
+        """
         over: list[tuple[Lease, bool]] = []
-        for handle in handles:
+        for handle in report.handles:
             write = self._active.pop(handle, None)
             if write is None:
                 continue
-            write.cut_off = True
-            if write.stopped is None:
+            write.cut_off |= report.cut_off
+            if write.stopped is None and not (write.cut_off and self._config.transfer.push_answers):
                 write.handle = next(self._handles)
                 self._post(write)
             else:
-                self._end_in_vain(write, write.stopped)
+                self._end_in_vain(write, write.stopped or _CUT_OFF)
                 over.append((write.lease, write.cancelled))
         for write in self._active.values():
             if write.stopped is not None:  # the new mover is to report it

@@ -6,8 +6,8 @@ calls made from here, and nothing can be written into the pool outside them.
 
 NIXL's own cancel is no fence (design 1): a READ that was released, or reported an error for one of its descriptors, may
 still have others under way. Only destroying the agent ends them. So a failed slice is answered by exactly that: the
-agent is replaced (other READs get a second to end before, what they still have under way is posted again to the new
-one), and then the failure is reported.
+agent is replaced (other transfers get a second to end before; what READs still have under way is posted again to the
+new one), and then the failure is reported.
 Python destroys an agent with its last reference, so every fence checks that the agent is really gone.
 Nothing of NIXL's that is pickled is used: descriptors are made from plain addresses on both sides.
 
@@ -324,7 +324,10 @@ class NixlTransport:
     # ------------------------------------------------------------------------------------------------------ fences
 
     def _fence(self, flight: _Flight, error: str) -> None:
-        """End ``flight`` for certain: replace the agent, and post again what others had under way."""
+        """End ``flight`` for certain: replace the agent, and post again what READs had under way.
+
+        Not what WRITEs had: over TCP it may still arrive, long after it would have been written once more.
+        """
         self._peers[flight.peer].failed = error
         self._drain([other for other in self._flights if other is not flight])
         others = [other for other in self._flights if other is not flight]
@@ -343,6 +346,8 @@ class NixlTransport:
                     known.failed = str(failure)
         for other in others:
             failed = self._peers[other.peer].failed
+            if failed is None and other.operation == "WRITE":
+                failed = f"{other.peer}: the write was cut off: {error}"
             if failed is not None:
                 self._over(other, failed)
             elif not other.over:
