@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdkv.core.blocks.kinds.window import WindowKind
@@ -12,11 +14,11 @@ from pdkv.core.blocks.manager import KVCacheManager
 from pdkv.core.blocks.pool import BlockPool
 from pdkv.core.config import STRICT
 from pdkv.core.ledger import Account
-from pdkv.core.ports import Int32Array, Plan
+from pdkv.core.ports import Int32Array, MoverRestarted, Plan
 from pdkv.core.scheduler.request import Request
 from pdkv.core.transfer import consumer
 from pdkv.core.transfer.consumer import Consumer
-from pdkv.core.transfer.grants import Promise, WriteGrants
+from pdkv.core.transfer.grants import Promise, Withdrawn, WriteGrants
 from pdkv.core.transfer.lease import Lease, LeaseSlots
 from pdkv.core.transfer.messages import CancelGrant, Fenced
 from pdkv.core.transfer.next_turn import NextTurns
@@ -178,6 +180,39 @@ def sources_go_with_their_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Writes, "uses", lambda self, lease: False)
 
 
+def cut_off_is_a_fence(patch: pytest.MonkeyPatch) -> None:
+    """D takes P's word that it has stopped for a fence, although what had left P may be on its way."""
+
+    def fence_here(self: WriteGrants, withdrawn: Withdrawn) -> None:
+        self._fence(withdrawn.grant.grant_id)
+
+    patch.setattr(WriteGrants, "_fence_here", fence_here)
+
+
+def cut_off_is_written_again(patch: pytest.MonkeyPatch) -> None:
+    """P's new mover writes what the old one was writing: all is there before that has ended."""
+    real = Writes.on_mover_restarted
+
+    def on_mover_restarted(self: Writes, report: MoverRestarted) -> list[tuple[Lease, bool]]:
+        return real(self, replace(report, cut_off=False))
+
+    patch.setattr(Writes, "on_mover_restarted", on_mover_restarted)
+
+
+def a_new_life_answers_for_the_old(patch: pytest.MonkeyPatch) -> None:
+    """P, started again, says of a grant that its earlier life was writing under that nothing is."""
+    real_refuse, real_on_cancel = Announcements._refuse, Writes.on_cancel
+
+    def refuse(self: Announcements, *about: Any, cut_off: bool = False) -> None:
+        real_refuse(self, *about)
+
+    def on_cancel(self: Writes, message: CancelGrant, origin: bytes) -> None:
+        real_on_cancel(self, msgspec.structs.replace(message, producer=self._engine_id), origin)
+
+    patch.setattr(Announcements, "_refuse", refuse)
+    patch.setattr(Writes, "on_cancel", on_cancel)
+
+
 def no_grant_deadline(patch: pytest.MonkeyPatch) -> None:
     """D waits for a WRITE for ever."""
     patch.setattr(WriteGrants, "overdue", lambda self: [])
@@ -201,6 +236,7 @@ def partly_loaded_can_be_hit(patch: pytest.MonkeyPatch) -> None:
 #: With the world in which each is seen soonest. In bad weather a lease may well expire without a heartbeat, in calm
 #: weather it may not. A lease ends before its WRITE only where D's registrations, which renew it, do not arrive while D
 #: goes on waiting. WRITEs go by NIXL, for copies through shared memory look at the slot, and so at what is wrong.
+#: For the next life of P to answer in time, D has to wait for it longer than it would by itself.
 PLANTS: dict[Callable[[Any], None], dict[str, Any]] = {
     no_slot_comparison: {},
     no_quarantine: {},
@@ -219,6 +255,11 @@ PLANTS: dict[Callable[[Any], None], dict[str, Any]] = {
     write_after_cancel: BY_NIXL,
     sources_go_with_their_lease: {
         **BY_NIXL, "weather": Weather(late=0.5, outage=0.3), "kv_load_timeout_ns": 20_000 * MS,
+    },
+    cut_off_is_a_fence: {**BY_NIXL, "weather": Weather(mover_crash=1.0, read_ms=3000)},
+    cut_off_is_written_again: {**BY_NIXL, "weather": Weather(mover_crash=1.0, read_ms=3000)},
+    a_new_life_answers_for_the_old: {
+        **BY_NIXL, "weather": Weather(crash=0.1, read_ms=2000), "fence_timeout_ns": 8000 * MS,
     },
     no_grant_deadline: BY_NIXL,
     units_out_of_order: {"unlike": True},

@@ -98,9 +98,18 @@ class Device:
 
         Units are blocks, the smaller ones where the two devices' differ (`PostRead`).
         """
-        unit = self.unit_of(source)
-        self.tags[target * unit : (target + 1) * unit] = source.tags[number * unit : (number + 1) * unit]
-        return unit * TAG_BYTES
+        content = source.unit(number, self)
+        self.fill(target, content)
+        return len(content) * TAG_BYTES
+
+    def unit(self, number: int, other: Device) -> array[int]:
+        """What unit ``number`` holds now; units as in `copy`."""
+        unit = self.unit_of(other)
+        return self.tags[number * unit : (number + 1) * unit]
+
+    def fill(self, number: int, content: array[int]) -> None:
+        """Unit ``number``, of the length of ``content``, holds that from now on."""
+        self.tags[number * len(content) : (number + 1) * len(content)] = content
 
     def unit_of(self, other: Device) -> int:
         """How many tokens are moved between the two as one."""

@@ -65,7 +65,7 @@ class Mover:
         self._life.fences.mover_lost()
         lasts_ns = self._rng.randrange(1, 300 * MS)
         self.ready_ns = self._world.time.now_ns + lasts_ns
-        self._life.later(lasts_ns, self._life.deliver, MoverRestarted(handles))
+        self._life.later(lasts_ns, self._life.deliver, MoverRestarted(handles, not self._world.shared_memory))
 
     def peer_died(self, peer: Life) -> None:
         """What was being read from ``peer`` fails, a little later."""

@@ -23,6 +23,7 @@ from pdkv.simulate.device import ForeignKV, expected_output
 from pdkv.simulate.instance import Instance, Life
 from pdkv.simulate.network import Network
 from pdkv.simulate.router import Call, Outcome, Router
+from pdkv.simulate.sockets import Sockets
 from pdkv.simulate.weather import MS, Weather
 from pdkv.units import cdiv
 
@@ -96,6 +97,7 @@ class World:
     ``groups`` (of the model), ``weather``, ``mode``, ``shared_memory``, ``talks``, ``unlike`` and ``settings`` (of
     every instance's `EngineConfig`) take the place of what would be drawn. ``talks``: up to half of the ``requests`` go
     on from earlier answers, which are kept for that (pull only). ``unlike``: instances have blocks of their own sizes.
+    ``over_tcp``: what does not go through shared memory goes through `Sockets`.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class World:
         weather: Weather | None = None,
         mode: TransferMode | None = None,
         shared_memory: bool | None = None,
+        over_tcp: bool = True,
         talks: bool | None = None,
         unlike: bool | None = None,
         note: Note | None = None,
@@ -121,6 +124,7 @@ class World:
         lots = Random(f"{seed} mode")  # of its own, as that of the model
         self.shared_memory = lots.random() < 0.5 if shared_memory is None else shared_memory
         self.counts: Counter[str] = Counter()
+        self.sockets = Sockets(seed, self.counts, used=over_tcp and not self.shared_memory)
         self.network = Network(self.time, self.rng, self.weather, self.counts)
         self._wasted = ""
         self._lots = Random(f"{seed} turns")  # of their own, as above

@@ -2,12 +2,13 @@
 
 A world moves KV through shared memory or by NIXL. Shared memory is copied by P alone, slice by slice: a lock, a look at
 the slot, the copy, the end of the lock, and P may be stopped in between (`runtime.transports.grant_locks`). NIXL looks
-at nothing: what P's mover has begun it may write at any time, as long as it and D's mover of then live.
+at nothing: what P's mover has begun it may write at any time, as long as it and D's mover of then live; over TCP, some
+of it after P's mover has died (`Sockets`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdkv.core.ports import GrantsFenced, Plan, PostWrite, WriteEnded
@@ -23,7 +24,10 @@ _LOOK_NS = 20 * MS  # between two attempts at a slot's lock
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """One WRITE: whose memory it writes to, which lives of both movers have it (``None`` while it is queued)."""
+    """One WRITE: whose memory it writes to, which lives of both movers have it (``None`` while it is queued).
+
+    ``under_way`` are the (remote, local) units that have not arrived.
+    """
 
     post: PostWrite
     posted_ns: int
@@ -31,6 +35,7 @@ class Write:
     mover: int | None = None
     moved_bytes: int = 0
     ended: bool = False
+    under_way: set[tuple[int, int]] = field(default_factory=set)
 
 
 class Writer:
@@ -57,6 +62,7 @@ class Writer:
         fenced = [write for write in self._writes.values() if self._runs(write)]
         for write in fenced:
             write.ended = True
+            self._world.sockets.keep(write, self._life.device)
             self._unlock(write)
         return tuple(write.post.handle for write in fenced)
 
@@ -89,6 +95,7 @@ class Writer:
         rng = self._rng
         lasts_ns, _, hangs, fails = self._weather.fate(rng)
         for remote, local in zip(post.remote_blocks.tolist(), post.local_blocks.tolist(), strict=True):
+            write.under_way.add((remote, local))
             if (hangs or fails) and rng.random() < 0.3:
                 continue  # half done
             self._life.later(rng.randrange(0, 12_000 * MS if hangs else lasts_ns), self._slice, write, remote, local)
@@ -123,6 +130,7 @@ class Writer:
     def _copy(self, write: Write, remote: int, local: int) -> None:
         assert write.target is not None
         write.moved_bytes += write.target.device.copy(remote, self._life.device, local)
+        write.under_way.discard((remote, local))
 
     def _unlock(self, write: Write, *, once: bool = False) -> None:
         if write.target is None:
@@ -154,6 +162,8 @@ class Writer:
             self._life.later(MS, self._report, write, error)  # a slice of it is under way
             return
         write.ended = True
+        if error == _BROKE:
+            self._world.sockets.keep(write, self._life.device)
         seconds = (self._world.time.now_ns - write.posted_ns) / NS_PER_S
         ended = WriteEnded(
             handle=write.post.handle, moved_bytes=write.moved_bytes, seconds=seconds, error=error,
