@@ -20,6 +20,7 @@ def real_pair(transport: str, mover_of_p: str, tls: str | None = None) -> Iterat
             RealSide("P", transport, mover_of_p),
             RealSide("D", transport, "process" if transport == "nixl" else "thread"),
         )
+        d.by_sockets = tls is not None and "tcp" in tls
         try:
             yield p, d
         finally:

@@ -165,10 +165,10 @@ def real(transport: str, mover: str, tls: str | None = None) -> Readers:
             side.close()
 
 
-def calm_world(seed: int, *, shared_memory: bool | None = None, **settings: Any) -> World:
+def calm_world(seed: int, *, shared_memory: bool | None = None, over_tcp: bool = False, **settings: Any) -> World:
     """Nothing goes wrong by itself in it, and transfers take long enough for what happens meanwhile."""
     weather = Weather(max_delay_ms=2, read_ms=2000)
-    settings |= {"num_blocks": BLOCKS, "shared_memory": shared_memory, "unlike": False}
+    settings |= {"num_blocks": BLOCKS, "shared_memory": shared_memory, "over_tcp": over_tcp, "unlike": False}
     return World(seed, STRICT, requests=0, weather=weather, **settings)
 
 

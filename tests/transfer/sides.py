@@ -83,6 +83,8 @@ class Side(Readable, ABC):
     has_process = False
     #: Whether only a new mover of its own is a fence for what peers write (NIXL); else the grant's slot is.
     fenced_by_restart: bool
+    #: Whether what a peer's mover has left behind may still be written: it is in sockets (TCP).
+    by_sockets = False
 
     def __init__(self) -> None:
         self._handles = 0
@@ -301,7 +303,7 @@ class SimulatedSide(Side):
         self.world, self.instance, self.life = world, instance, instance.life
         self.identity = self.life.engine.identity
         self.peer = self.life.peer
-        self.fenced_by_restart = not world.shared_memory
+        self.fenced_by_restart, self.by_sockets = not world.shared_memory, world.sockets.used
         self.block_size = self.life.engine.config.block_size
         device = self.life.device
         self.blocks = np.frombuffer(device.tags, dtype=np.int64).reshape(device.num_blocks, -1)  # a view

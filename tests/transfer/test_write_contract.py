@@ -7,7 +7,9 @@ again until the other has been seen.
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,12 +29,16 @@ _grant_ids = itertools.count(1)  # they never recur
 
 
 @contextmanager
-def simulated(seed: int, *, shared_memory: bool) -> Iterator[tuple[Side, Side]]:
-    yield simulated_pair(seed, shared_memory=shared_memory)
+def simulated(seed: int, *, shared_memory: bool, over_tcp: bool = False) -> Iterator[tuple[Side, Side]]:
+    yield simulated_pair(seed, shared_memory=shared_memory, over_tcp=over_tcp)
 
 
 KINDS = [
     *simulated_kinds(simulated),
+    *(
+        pytest.param(lambda s=seed: simulated(s, shared_memory=False, over_tcp=True), id=f"simulated-tcp-{seed}")
+        for seed in range(2)
+    ),
     pytest.param(lambda: real_pair("shm", "process"), id="shm"),
     *(
         pytest.param(lambda m=mover: real_pair("nixl", m), id=f"nixl-{mover}", marks=needs_nixl)
@@ -131,6 +137,18 @@ def ready_again(p: Side, d: Side, epoch: int) -> None:
         assert time.monotonic() < until, "D cannot be written to any more"
         d.pause(0.01)
     d.blocks[:] = 0
+
+
+def fence_sockets(p: Side, d: Side, grant: WriteGrant) -> None:
+    """P's mover, which is no more, may have left something behind in sockets of D's mover: that ends with it."""
+    if d.by_sockets:
+        epoch = d.epoch
+        take_back(d, grant)
+        take_fence(d, grant)
+        reused = d.blocks.copy()
+        d.pause(0.02)
+        assert np.array_equal(d.blocks, reused), "a byte after the fence"
+        ready_again(p, d, epoch)
 
 
 # ----------------------------------------------------------------------------------------------------- what arrives
@@ -243,12 +261,14 @@ def test_a_cancel_in_the_middle_stops_what_is_left(p: Side, d: Side) -> None:
 def test_a_restart_of_p_fences_what_it_writes(p: Side, d: Side) -> None:
     """What is posted with the restart is the new mover's."""
     for _ in range(TRIES):
-        handle = begin(p, d, grant_of(d, ALL))
+        grant = grant_of(d, ALL)
+        handle = begin(p, d, grant)
         after = p.post_write(d, grant_of(d, (), slot=6), (), restart=True)
         fenced = p.take_restart({handle})
         (ended,) = p.reports(1)
         assert isinstance(ended, WriteEnded)
         assert (ended.handle, ended.error) == (after, None)
+        fence_sockets(p, d, grant)
         check_untouched(p, d)
         if fenced:
             break
@@ -259,9 +279,11 @@ def test_a_restart_of_p_fences_what_it_writes(p: Side, d: Side) -> None:
 def test_a_mover_of_p_that_dies_by_itself_is_a_restart(p: Side, d: Side) -> None:
     if not p.has_process:
         pytest.skip("a thread does not die alone")
-    handle = begin(p, d, grant_of(d, ALL))
+    grant = grant_of(d, ALL)
+    handle = begin(p, d, grant)
     p.kill_mover()
     p.take_restart({handle})
+    fence_sockets(p, d, grant)
     check_untouched(p, d)
     check_whole(p, d, p.write(d, grant_of(d, ALL), ALL), ALL, ALL)
 
@@ -290,6 +312,24 @@ def test_every_handle_ends_once_whatever_is_done(p: Side, d: Side) -> None:
         assert report.error in (None, "cancelled")
         ended.append(report.handle)
     assert sorted([*ended, *fenced]) == handles
+    fence_sockets(p, d, grant)
+
+
+def test_what_a_dead_mover_of_p_has_left_in_sockets_ends_with_d_s_mover(p: Side, d: Side) -> None:
+    """D's stands still while P's dies, so it has not read all of it yet. (Without the fence it would, now.)"""
+    if not (d.by_sockets and isinstance(d, RealSide)):
+        pytest.skip("no kernel that goes on sending")
+    grant, epoch = grant_of(d, ALL), d.epoch
+    handle = begin(p, d, grant)
+    os.kill(d.mover_pid, signal.SIGSTOP)
+    p.kill_mover()
+    assert p.take_restart({handle}), "every WRITE was quicker"
+    take_back(d, grant)
+    take_fence(d, grant)
+    reused = d.blocks.copy()
+    ready_again(p, d, epoch)
+    assert 0 < np.count_nonzero(reused[:, 0]) < BLOCKS
+    check_untouched(p, d)
 
 
 # ----------------------------------------------------------------------------------------------- grants taken back
@@ -353,7 +393,7 @@ def test_a_mover_of_d_that_dies_by_itself_ends_what_is_written_to_it(p: Side, d:
     handle = begin(p, d, grant)
     d.kill_mover()
     (restarted,) = d.reports(1)
-    assert restarted == MoverRestarted(())
+    assert restarted == MoverRestarted((), cut_off=d.fenced_by_restart)
     (ended,) = p.reports(1)
     assert isinstance(ended, WriteEnded)
     assert ended.handle == handle
