@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -315,6 +318,34 @@ def test_faults_plays_worlds_and_finds_nothing() -> None:
     answer = json.loads(done.stdout)
     assert (answer["worlds"], answer["requests"], answer["violations"]) == (2, 40, [])
     assert sum(answer["counts"][name] for name in ("COMPLETED", "ERROR", "LEFT") if name in answer["counts"]) == 40
+
+
+def test_ctrl_c_ends_faults_and_its_workers() -> None:
+    command = [sys.executable, "-m", "pdkv", "faults", "--seeds", "0:10000", "--jobs", "2"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True) as faults:
+        try:
+            until(lambda: len(playing(faults.pid)) == 2)
+            workers = playing(faults.pid)
+            os.killpg(faults.pid, signal.SIGINT)
+            assert faults.wait(10) == 130
+            until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+        finally:
+            if faults.returncode is None:
+                os.killpg(faults.pid, signal.SIGKILL)
+
+
+def playing(parent: int) -> list[str]:
+    """Processes of ``parent`` that are at work: they have computed for longer than starting takes."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    stats = {child: Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split() for child in children}
+    return [child for child in children if int(stats[child][11]) > 60]
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_faults_says_how_to_see_a_violation_again() -> None:

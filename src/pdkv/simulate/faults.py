@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from threading import Thread
 
 from pdkv.core.config import TRANSFER_POLICIES
 from pdkv.core.events import Event
@@ -39,7 +42,8 @@ def play_seeds(seeds: range, policy: str, requests: int, jobs: int) -> Iterator[
     if jobs == 1:
         yield from (play_seed(seed, policy, requests) for seed in seeds)
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as workers:
+    workers = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_end_with_the_parent)
+    try:
         chunks = iter([seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)])
         pending = {workers.submit(_play_chunk, chunk, policy, requests) for chunk in islice(chunks, 2 * jobs)}
         while pending:
@@ -47,6 +51,21 @@ def play_seeds(seeds: range, policy: str, requests: int, jobs: int) -> Iterator[
             pending.remove(done)
             pending |= {workers.submit(_play_chunk, chunk, policy, requests) for chunk in islice(chunks, 1)}
             yield from done.result()
+    finally:  # also when the caller is interrupted, or reads no further: what is queued is not played then
+        workers.shutdown(cancel_futures=True)
+
+
+def _end_with_the_parent() -> None:
+    """Of a worker: Ctrl-C ends it at once, and it does not outlive a parent that was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def _play_chunk(seeds: Iterable[int], policy: str, requests: int) -> list[Story]:
