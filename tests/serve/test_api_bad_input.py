@@ -8,13 +8,15 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 from tests.serve.asgi import Exchange, eventually
 from tests.serve.client import CHAT, COMPLETIONS, GOOD_PARAMS, app_of, ask, get, post
 from tests.serve.fake import ByteTokenizer, FakeInstance
 from tokenizers import Regex, normalizers
 
 from pdkv.errors import BadRequest
-from pdkv.serve.openai import RESERVED_TEMPLATE_KWARGS
+from pdkv.serve.http import read_body
+from pdkv.serve.openai import RESERVED_TEMPLATE_KWARGS, ApiError
 from pdkv.serve.params import PREFILL_LEG
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
@@ -198,6 +200,19 @@ def test_a_model_without_tokenizer_takes_token_ids_only() -> None:
     assert post(instance, COMPLETIONS, ask()).status_code == 400
     body = post(instance, COMPLETIONS, ask(prompt=[1, 2])).json()
     assert body["usage"]["completion_tokens"] == 2
+
+
+def test_a_body_that_is_announced_too_large_is_refused_before_it_comes() -> None:
+    async def go() -> None:
+        async def never() -> dict[str, Any]:
+            return await asyncio.sleep(3600)  # type: ignore[func-returns-value]
+
+        scope = {"type": "http", "headers": [(b"content-length", b"99999999999999")]}
+        with pytest.raises(ApiError) as refused:
+            await asyncio.wait_for(read_body(Request(scope, never)), 5)
+        assert refused.value.status == 413
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize("given", ["a,b", "a b", "x" * 200, "é"])

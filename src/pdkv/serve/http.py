@@ -58,12 +58,16 @@ def request_id_of(request: Request) -> str:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises `ApiError` 413 above 64 MiB."""
+    """The whole body. Raises `ApiError` 413 above 64 MiB, where its length is announced before any of it is read."""
+    too_large = ApiError(413, f"the request body is larger than {MAX_BODY_BYTES >> 20} MiB", code="body_too_large")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise too_large
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the request body is larger than {MAX_BODY_BYTES >> 20} MiB", code="body_too_large")
+            raise too_large
     return bytes(body)
 
 
