@@ -185,6 +185,7 @@ def test_asking_survives_what_instances_answer() -> None:
         found = Placement(Pool("decode", tuple(f"http://127.0.0.1:{8200 + i}" for i in range(5))))
         async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as client:
             await found.ask_all(client)
+        assert [seat.backend.silent for seat in found.seats.values()] == [False] * 4 + [True], "nobody listens there"
         return {label: seat.figures and seat.figures.free_blocks for label, seat in found.seats.items()}
 
     assert asyncio.run(go()) == {

@@ -31,7 +31,7 @@ class Backend:
     """One instance behind the router. ``label`` is what metrics call it, for example ``prefill-0``.
 
     ``last_sign``, ``down_since``: `time.monotonic` of its last sign of life and of its last failure. ``silent``: it
-    was given up as `Silent`, so the next one who asks looks first whether it is back.
+    was given up as `Silent`, or nobody listened there, so the next one who asks looks first whether it is back.
     """
 
     role: str
@@ -54,6 +54,11 @@ class Backend:
     def rest(self) -> None:
         """It failed: others are tried before it for a while."""
         self.down_since = time.monotonic()
+
+    def lost(self) -> None:
+        """Nobody is there. One that is started again may take connections long before it answers any."""
+        self.rest()
+        self.silent = True
 
     @property
     def resting(self) -> bool:
@@ -139,8 +144,8 @@ class Watch:
                 continue
             if backend.last_sign > now:
                 continue
-            backend.silent = self._silent = True
-            backend.rest()
+            backend.lost()
+            self._silent = True
             if self._scope is not None:
                 self._scope.reschedule(asyncio.get_running_loop().time())
             return
@@ -157,13 +162,18 @@ async def open_response(
     try:
         response = await client.send(request, stream=True)
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-        backend.rest()
-        raise Unreachable(f"{backend.name}: {error or type(error).__name__}") from error
+        backend.lost()
+        raise Unreachable(f"{backend.name}: {in_words(error)}") from error
     backend.down_since = None
     try:
         yield response
     finally:
         await response.aclose()
+
+
+def in_words(error: Exception) -> str:
+    """What ``error`` says, or what it is: many of httpx's errors say nothing."""
+    return str(error) or type(error).__name__
 
 
 def make_client(connect_timeout_s: float) -> httpx.AsyncClient:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdkv.errors import PdkvError
+from pdkv.serve.backends import in_words
 from pdkv.serve.options import InstanceOptions, ServeOptions
 from pdkv.serve.progress import open_progress
 from pdkv.serve.supervisor import Cluster, run_cluster
@@ -241,7 +242,7 @@ def run() -> int:
                 cluster.check()  # a dead child is the better explanation
                 if isinstance(error, PdkvError):
                     raise
-                raise PdkvError(f"{url} does not answer as it should: {error or type(error).__name__}") from error
+                raise PdkvError(f"{url} does not answer as it should: {in_words(error)}") from error
         took = f"Done in {time.monotonic() - began:.0f} s."
         console.print(f"{took} Serve it yourself: pdkv serve {MODEL}", highlight=False)
 

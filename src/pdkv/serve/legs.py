@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.responses import Response
 
 from pdkv.runtime.trouble_log import TroubleLog
-from pdkv.serve.backends import Backend, Silent, Unreachable, Watch, open_response
+from pdkv.serve.backends import Backend, Silent, Unreachable, Watch, in_words, open_response
 from pdkv.serve.fleet import error_text, passed_on
 from pdkv.serve.http import StreamResponse
 from pdkv.serve.openai import ApiError
@@ -118,7 +118,7 @@ class Legs:
         except (Unreachable, Silent) as error:
             raise LegFailed(str(error)) from error
         except httpx.TransportError as error:  # it died while it computed: nothing was shown to anybody
-            raise LegFailed(f"{backend.name}: {error or type(error).__name__}") from error
+            raise LegFailed(f"{backend.name}: {in_words(error)}") from error
         if response.status_code == 503:  # its engine has stopped
             backend.rest()
             raise LegFailed(f"{backend.name}: {error_text(response.content)}")
@@ -152,9 +152,7 @@ class Legs:
                     failures.append(str(error))
                     continue
                 except httpx.TransportError as error:  # it died while it computed: nothing was shown to anybody
-                    failures.append(
-                        f"{backend.name} closed the connection before it answered ({error or type(error).__name__})"
-                    )
+                    failures.append(f"{backend.name} closed the connection before it answered ({in_words(error)})")
                     continue
                 chunks, length = _bytes(backend, response, watch), {"content-length"}
                 if self._turns is not None and params is not None and response.is_success:
@@ -223,8 +221,7 @@ async def _bytes(backend: Backend, response: httpx.Response, watch: Watch) -> As
         while (chunk := await watch.wait(anext(chunks, None))) is not None:
             yield chunk
     except (httpx.TransportError, Silent) as error:
-        reason = error or type(error).__name__
-        text = f"{backend.name} broke off in the middle of the answer ({reason})"
+        text = f"{backend.name} broke off in the middle of the answer ({in_words(error)})"
         LOG.error("%s", text)
         if not _is_stream(response):
             raise

@@ -162,8 +162,10 @@ class Placement:
         try:
             response = await client.get(f"{seat.backend.url}/metrics", timeout=_STALE_S)
             figures = figures_of(parse_metrics(response.content), asked_s) if response.is_success else None
-        except (httpx.HTTPError, PdkvError):
+        except (httpx.HTTPError, PdkvError) as error:
             figures = None
+            if isinstance(error, httpx.ConnectError):
+                seat.backend.lost()
         if figures is None and seat.figures is not None:
             for forget in self.on_lost:  # it may have died and come back with an empty cache
                 forget(seat.backend.label)

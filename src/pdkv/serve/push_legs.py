@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from pdkv.core.transfer.messages import Peer, TransferMode
 from pdkv.errors import BadRequest
-from pdkv.serve.backends import Backend
+from pdkv.serve.backends import Backend, in_words
 from pdkv.serve.legs import Call, LegFailed, Legs, PrefillResult
 from pdkv.serve.params import push_legs, side_channel_of
 
@@ -95,7 +95,7 @@ class PushLegs:
                 raise LegFailed(f"{backend.name}: its /health answers with HTTP {response.status_code}")
             peer = side_channel_of(response.json())
         except httpx.TransportError as error:
-            raise LegFailed(f"{backend.name}: {error or type(error).__name__}") from error
+            raise LegFailed(f"{backend.name}: {in_words(error)}") from error
         except (ValueError, BadRequest) as error:
             raise LegFailed(f"{backend.name}: its /health does not say where its side channel is ({error})") from error
         self._peers[backend.label] = peer
