@@ -201,7 +201,7 @@ def consumer(*, granted: bool = False) -> Engine:
     engine.accept_writes(Peer("D", "127.0.0.1", 5601))
     promised = Awaited(peer=PEER, transfer_id=IDS[1], write=True)
     step(engine, 0, [NewRequest(request_id="g", prompt=counting_prompt(10, 300), max_tokens=2, awaited=promised)])
-    assert len(engine.consumer.grants.promises()) == 1
+    assert len(engine.consumer.grants._promises) == 1
     return engine
 
 

@@ -35,7 +35,7 @@ def test_an_abort_frees_nothing_before_p_has_stopped(state: str) -> None:
         if state == "written unheard":
             pair.step_p(pair.written())
             pair.to_d.clear()
-    slot = pair.d.consumer.grants.promises()[0].grant.slot
+    slot = pair.d.consumer.grants._promises[1].grant.slot
     plan = pair.step_d(Abort("d"))
     assert accounts(pair.d) == {"quarantine": 3}
     assert [revoked.grant_id for revoked in plan.revoked] == [1]

@@ -64,6 +64,22 @@ def test_an_idle_grant_gives_way_and_its_request_goes_on_by_late_push() -> None:
     assert not pair.named("LoadFailed")
 
 
+def test_nobody_waits_for_the_prefix_that_an_idle_grant_is_to_bring() -> None:
+    """Its prefill may wait behind the lease of the very request that waits for it, whose KV is there."""
+    pair = Pair()
+    pair.step_d(decode(), decode(request_id="second", transfer_id="transfer-2"))
+    pair.step_p(prefill(request_id="p2", transfer_id="transfer-2"))
+    for pair.now in range(0, LEASE_NS, NS):
+        pair.settle(1)
+        assert pair.d.requests["second"].wait_cause == "the same prefix is being loaded for d"
+    pair.now = LEASE_NS
+    pair.settle(2)
+    assert [post.grant.grant_id for post in pair.posts] == [2]
+    pair.step_p(pair.written())
+    pair.settle()
+    assert "second" in finished_of(pair.events)
+
+
 def test_what_was_written_before_it_was_asked_back_is_used() -> None:
     """Both at the same time: P has let the KV go, so it is nowhere else."""
     pair = short_of_memory()

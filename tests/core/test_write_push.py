@@ -228,7 +228,7 @@ def test_another_life_of_the_producer_says_so() -> None:
     (message,) = registrations(pair.to_p)[-1:]
     pair.to_p = [msgspec.structs.replace(message, producer="P before")]
     pair.step_p()
-    assert pair.to_d == [NotWritten(8, 1, "engine 'P before' is not here")]
+    assert pair.to_d == [NotWritten(8, 1, "engine 'P before' is not here", cut_off=True)]
 
 
 @pytest.mark.parametrize("lost", ["registration", "noted", "written"])

@@ -141,7 +141,7 @@ class Consumer:
         if position >= len(request.hashes):
             return None
         wanted = request.hashes[position]
-        loads: tuple[Load | Promise, ...] = (*self._loads.values(), *self.grants.promises())
+        loads: tuple[Load | Promise, ...] = (*self._loads.values(), *self.grants.shareable())
         for load in loads:
             full = load.num_tokens // unit
             if load.first <= local_tokens and position < full and load.request.hashes[position] == wanted:

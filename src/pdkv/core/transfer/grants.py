@@ -230,6 +230,17 @@ class WriteGrants:
         """The grant that this request waits for."""
         return next((promise for promise in self._promises.values() if promise.request is request), None)
 
+    def _is_idle(self, promise: Promise) -> bool:
+        """A lease's time old, and no write is known to have begun under it."""
+        return not promise.writing and promise.since_ns <= self._journal.now_ns - self._config.lease_ns
+
+    def shareable(self) -> list[Promise]:
+        """What others with the same prefix may wait for.
+
+        Not what is idle: its prefill may be waiting itself, for the lease of who would wait here to be over.
+        """
+        return [promise for promise in self._promises.values() if not self._is_idle(promise)]
+
     def recall_idle(self) -> None:
         """Ask back the newest grant that is a lease's time old, and under which no write is known to have begun.
 
@@ -245,8 +256,7 @@ class WriteGrants:
             return
         if any(one.recalled_until_ns is not None for one in self._promises.values()):
             return
-        since_ns = self._journal.now_ns - self._config.lease_ns
-        idle = [one for one in self._promises.values() if not one.writing and one.since_ns <= since_ns]
+        idle = [one for one in self._promises.values() if self._is_idle(one)]
         if idle:
             idle[-1].recalled_until_ns = self._journal.now_ns + self._config.fence_timeout_ns
             self._show(idle[-1], f"asked back from {idle[-1].awaited.peer.engine_id[:80]}: others wait for memory")
@@ -339,10 +349,6 @@ class WriteGrants:
         self._journal.emit(failed)
 
     # ----------------------------------------------------------------------------------------------------- deadlines
-
-    def promises(self) -> tuple[Promise, ...]:
-        """What requests wait for."""
-        return tuple(self._promises.values())
 
     def peers(self) -> tuple[Peer, ...]:
         """Who may write, or still has to say that it has stopped."""
