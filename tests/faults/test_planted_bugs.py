@@ -18,13 +18,14 @@ from pdkv.core.ports import Int32Array, MoverRestarted, Plan
 from pdkv.core.scheduler.request import Request
 from pdkv.core.transfer import consumer
 from pdkv.core.transfer.consumer import Consumer
-from pdkv.core.transfer.grants import Promise, Withdrawn, WriteGrants
+from pdkv.core.transfer.grants import Promise, WriteGrants
 from pdkv.core.transfer.lease import Lease, LeaseSlots
 from pdkv.core.transfer.messages import CancelGrant, Fenced
 from pdkv.core.transfer.next_turn import NextTurns
 from pdkv.core.transfer.pairs import pair_blocks
 from pdkv.core.transfer.producer import Producer
 from pdkv.core.transfer.rendezvous import Announcements
+from pdkv.core.transfer.withdrawn import WithdrawnGrants
 from pdkv.core.transfer.writes import Writes
 from pdkv.simulate.instance import Life
 from pdkv.simulate.weather import MS, Weather
@@ -159,7 +160,7 @@ def reuse_before_fenced(patch: pytest.MonkeyPatch) -> None:
 
     def take_back(self: WriteGrants, promise: Promise, cause: str) -> None:
         real(self, promise, cause)
-        self._fence(promise.grant.grant_id)
+        self.withdrawn.on_fenced((promise.grant.grant_id,))
 
     patch.setattr(WriteGrants, "take_back", take_back)
 
@@ -182,11 +183,7 @@ def sources_go_with_their_lease(patch: pytest.MonkeyPatch) -> None:
 
 def cut_off_is_a_fence(patch: pytest.MonkeyPatch) -> None:
     """D takes P's word that it has stopped for a fence, although what had left P may be on its way."""
-
-    def fence_here(self: WriteGrants, withdrawn: Withdrawn) -> None:
-        self._fence(withdrawn.grant.grant_id)
-
-    patch.setattr(WriteGrants, "_fence_here", fence_here)
+    patch.setattr(WithdrawnGrants, "_fence_here", WithdrawnGrants._fence)
 
 
 def cut_off_is_written_again(patch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ class PeerNews:
             case WriteEnded():
                 self._producer.on_write_ended(item)
             case GrantsFenced():
-                self._consumer.grants.on_fenced(item.grant_ids)
+                self._consumer.grants.withdrawn.on_fenced(item.grant_ids)
             case MoverRestarted():
                 self._last_fence.restarted()
                 self._consumer.on_mover_restarted(item.handles)

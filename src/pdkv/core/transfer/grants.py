@@ -15,12 +15,11 @@ from pdkv.core.config import EngineConfig
 from pdkv.core.events import LoadFailed, LoadFinished, LoadOverdue, LoadStarted
 from pdkv.core.journal import Journal
 from pdkv.core.ledger import Account
-from pdkv.core.ports import Revoked, SendMessage
+from pdkv.core.ports import SendMessage
 from pdkv.core.scheduler.request import Request
 from pdkv.core.transfer.lease import LeaseSlots
 from pdkv.core.transfer.messages import (
     Awaited,
-    CancelGrant,
     Fenced,
     Noted,
     NotWritten,
@@ -32,9 +31,8 @@ from pdkv.core.transfer.messages import (
 )
 from pdkv.core.transfer.proof import digest_tokens
 from pdkv.core.transfer.quarantine import Quarantine
+from pdkv.core.transfer.withdrawn import WithdrawnGrants
 from pdkv.units import NS_PER_S
-
-_CANCELS_PER_FENCE = 4  # CANCEL is repeated so often within the fence time
 
 
 @dataclass(slots=True)
@@ -63,24 +61,8 @@ class Promise:
         return self.grant.num_tokens
 
 
-@dataclass(slots=True)
-class Withdrawn:
-    """A grant that nobody waits for any more, and its producer may still write under: its blocks are in quarantine."""
-
-    request_id: str
-    awaited: Awaited
-    grant: WriteGrant
-    deadline_ns: int
-    next_cancel_ns: int
-    cut_off: bool = False  # its producer has stopped; what has left it is to be fenced here
-
-
-def _owner(grant_id: int) -> str:
-    return f"grant:{grant_id}"
-
-
 class WriteGrants:
-    """Every grant of this instance's memory, until its last possible write is over."""
+    """Every grant of this instance's memory that a request waits for; ``withdrawn`` are those that were given up."""
 
     def __init__(
         self,
@@ -92,10 +74,9 @@ class WriteGrants:
         outbox: list[SendMessage],
     ) -> None:
         self._config, self._manager, self._slots = config, manager, slots
-        self._quarantine, self._journal, self._outbox = quarantine, journal, outbox
+        self._journal, self._outbox = journal, outbox
         self._promises: dict[int, Promise] = {}  # by grant id
-        self._withdrawn: dict[int, Withdrawn] = {}
-        self._evict: list[int] = []
+        self.withdrawn = WithdrawnGrants(config, slots, quarantine, journal, outbox)
         self.here: Peer | None = None  # where a producer finds this instance; without it nothing can be granted
 
     # ----------------------------------------------------------------------------------------------------- opening
@@ -170,16 +151,7 @@ class WriteGrants:
 
     def on_message(self, message: OfGrant, peer: Peer) -> tuple[Request, str | None] | None:
         """(request, None): its KV is here; (request, cause): it will not come; ``None``: nothing for the scheduler."""
-        if message.nonce != self._slots.nonce:
-            return None
-        withdrawn = self._withdrawn.get(message.grant_id)
-        if withdrawn is not None:
-            if withdrawn.awaited.peer != peer or isinstance(message, Noted):
-                return None
-            if isinstance(message, NotWritten | Fenced) and message.cut_off:
-                self._fence_here(withdrawn)
-            else:
-                self._fence(message.grant_id)
+        if message.nonce != self._slots.nonce or self.withdrawn.on_message(message, peer):
             return None
         promise = self._promises.get(message.grant_id)
         if promise is None or promise.awaited.peer != peer:
@@ -191,7 +163,7 @@ class WriteGrants:
             cause = message.reason if isinstance(message, NotWritten) else "the producer has fenced the grant off"
             self._fail(promise, cause)
             if message.cut_off:
-                self._fence_here(self._withdraw(promise, cause))
+                self.put_off(promise, cause, cut_off=True)
             else:
                 self._close(promise)
             return promise.request, cause
@@ -252,7 +224,7 @@ class WriteGrants:
         It is asked back, not taken: its producer may have written it by now, and a write that had ended when the CANCEL
         came is used. One under way is stopped, and answered `Fenced` like one that has not begun.
         """
-        if not self._config.transfer.bounded_waits or self._withdrawn:
+        if not self._config.transfer.bounded_waits or self.withdrawn:
             return
         if any(one.recalled_until_ns is not None for one in self._promises.values()):
             return
@@ -284,60 +256,17 @@ class WriteGrants:
         self._fail(promise, cause)
         self.put_off(promise, cause)
 
-    def put_off(self, promise: Promise, cause: str) -> None:
-        """Its request has this memory no more, and its producer is told to stop."""
-        withdrawn = self._withdraw(promise, cause)
-        if self._config.transfer.push_answers:
-            withdrawn.next_cancel_ns = self._cancel(withdrawn)
-
-    def _withdraw(self, promise: Promise, cause: str) -> Withdrawn:
-        """Its memory stays in quarantine until nothing can be written any more."""
-        grant, request = promise.grant, promise.request
-        del self._promises[grant.grant_id]
-        self._slots.disarm(grant.slot)
-        deadline_ns = self._quarantine.enter(
-            request,
-            _owner(grant.grant_id),
-            grant.grant_id,
-            grant.first_token,
-            len(grant.block_ids),
-            cause,
-            "its producer may still write",
-        )
-        withdrawn = Withdrawn(request.request_id, promise.awaited, grant, deadline_ns, self._journal.now_ns)
-        self._withdrawn[grant.grant_id] = withdrawn
-        return withdrawn
-
-    def _cancel(self, one: Promise | Withdrawn) -> int:
-        """Tell its producer; returns when it must be told again."""
-        awaited, grant = one.awaited, one.grant
-        cancel = CancelGrant(awaited.transfer_id, awaited.peer.engine_id, grant.nonce, grant.grant_id)
-        self._outbox.append(SendMessage(awaited.peer, cancel))
-        return self._journal.now_ns + self._config.fence_timeout_ns // _CANCELS_PER_FENCE
+    def put_off(self, promise: Promise, cause: str, *, cut_off: bool = False) -> None:
+        """Its request has this memory no more: it stays in quarantine until nothing can be written any more."""
+        del self._promises[promise.grant.grant_id]
+        self.withdrawn.add(promise.request, promise.awaited, promise.grant, cause, cut_off=cut_off)
 
     def _repeat(self, promise: Promise) -> None:
         """Tell its producer that somebody waits, or that it is asked back."""
         if promise.recalled_until_ns is None:
             self._register(promise)
         else:
-            promise.next_register_ns = self._cancel(promise)
-
-    def on_fenced(self, grant_ids: tuple[int, ...]) -> None:
-        """Seen to here: nothing can be written under these any more."""
-        for grant_id in grant_ids:
-            if grant_id in self._withdrawn:
-                self._fence(grant_id)
-
-    def _fence_here(self, withdrawn: Withdrawn) -> None:
-        """Its producer can do no more about it: whoever may still write here is ended at once."""
-        if not withdrawn.cut_off:
-            withdrawn.cut_off, withdrawn.deadline_ns = True, self._journal.now_ns
-
-    def _fence(self, grant_id: int) -> None:
-        withdrawn = self._withdrawn.pop(grant_id)
-        self._slots.clear(withdrawn.grant.slot)
-        blocks = len(withdrawn.grant.block_ids)
-        self._quarantine.leave(withdrawn.request_id, _owner(grant_id), grant_id, blocks)
+            promise.next_register_ns = self.withdrawn.cancel(promise.awaited, promise.grant)
 
     def _fail(self, promise: Promise, cause: str) -> None:
         failed = LoadFailed(
@@ -352,10 +281,7 @@ class WriteGrants:
 
     def peers(self) -> tuple[Peer, ...]:
         """Who may write, or still has to say that it has stopped."""
-        if not self._promises and not self._withdrawn:
-            return ()
-        granted: tuple[Promise | Withdrawn, ...] = (*self._promises.values(), *self._withdrawn.values())
-        return tuple(one.awaited.peer for one in granted)
+        return (*(promise.awaited.peer for promise in self._promises.values()), *self.withdrawn.peers())
 
     def lost(self, peer: Peer) -> list[Request]:
         """Requests that wait in vain for ``peer``, which is gone; the reference sees it before it has registered."""
@@ -387,22 +313,16 @@ class WriteGrants:
 
     def sweep(self) -> None:
         """Register and cancel again; have whoever may still write ended when a fence takes too long."""
-        if not self._config.transfer.push_answers or (not self._promises and not self._withdrawn):
+        if not self._config.transfer.push_answers:
             return
-        now_ns = self._journal.now_ns
         for promise in self._promises.values():
-            if promise.next_register_ns <= now_ns:
+            if promise.next_register_ns <= self._journal.now_ns:
                 self._repeat(promise)
-        for grant_id, withdrawn in self._withdrawn.items():
-            if withdrawn.next_cancel_ns <= now_ns and not withdrawn.cut_off:
-                withdrawn.next_cancel_ns = self._cancel(withdrawn)
-            if withdrawn.deadline_ns <= now_ns:
-                self._evict.append(grant_id)
-                withdrawn.deadline_ns = now_ns + self._config.fence_timeout_ns
+        self.withdrawn.sweep()
 
     def next_deadline_ns(self) -> int | None:
         """When `overdue` or `sweep` is wanted next."""
-        if not self._promises and not self._withdrawn:
+        if not self._promises and not self.withdrawn:
             return None
         times = [promise.deadline_ns for promise in self._promises.values() if not promise.overdue]
         if self._config.transfer.bounded_waits:
@@ -410,17 +330,5 @@ class WriteGrants:
             times += [turn for turn in turns if turn > self._journal.now_ns]
         if self._config.transfer.push_answers:
             times += [promise.next_register_ns for promise in self._promises.values()]
-            withdrawn = self._withdrawn.values()
-            times += [one.deadline_ns if one.cut_off else min(one.next_cancel_ns, one.deadline_ns) for one in withdrawn]
+            times += self.withdrawn.deadlines_ns()
         return min(times, default=None)
-
-    # ----------------------------------------------------------------------------------------------------- the outbox
-
-    def revoked(self) -> tuple[Revoked, ...]:
-        """Grants that were given up and are not fenced yet."""
-        return tuple(Revoked(grant_id, one.grant.slot) for grant_id, one in self._withdrawn.items())
-
-    def take_evicted(self) -> tuple[int, ...]:
-        """Grants whose producers must be ended as far as they may still write here, once."""
-        evicted, self._evict = tuple(self._evict), []
-        return evicted
