@@ -37,3 +37,9 @@ class FenceLost(PdkvError):
     The instance that owns the pool must stop serving and must not reuse the memory; the end of its process is the
     fence that is left.
     """
+
+
+def in_words(error: BaseException) -> str:
+    """What a foreign ``error`` says, in a line: its first, with the next where that ends in a colon; or what it is."""
+    first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return f"{first} {rest[0]}" if first.endswith(":") and rest else first

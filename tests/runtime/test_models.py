@@ -213,8 +213,13 @@ def test_devices_and_dtypes_that_do_not_exist(saved: ModelFiles) -> None:
 
 
 def test_unreadable_configs(saved: ModelFiles) -> None:
-    (saved.directory / "config.json").write_text("{")
+    file = saved.directory / "config.json"
+    sound = json.loads(file.read_text())
+    file.write_text("{")
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
+        load_model(saved)
+    file.write_text(json.dumps({**sound, "hidden_size": sound["hidden_size"] + 1}))
+    with pytest.raises(ConfigError, match=r"cannot read .*config\.json.*hidden size .* is not a multiple"):
         load_model(saved)
     (saved.directory / "config.json").write_text('{"model_type": "quantum9"}')
     with pytest.raises(UnsupportedModel, match="does not know the architecture 'quantum9'"):

@@ -13,6 +13,8 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from pdkv.errors import in_words
+
 _REST_S = 2.0
 _QUICK_PROBE_S = 1.0
 Result = TypeVar("Result")
@@ -169,11 +171,6 @@ async def open_response(
         yield response
     finally:
         await response.aclose()
-
-
-def in_words(error: Exception) -> str:
-    """What ``error`` says, or what it is: many of httpx's errors say nothing."""
-    return str(error) or type(error).__name__
 
 
 def make_client(connect_timeout_s: float) -> httpx.AsyncClient:

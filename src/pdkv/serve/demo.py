@@ -15,8 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from pdkv.errors import PdkvError
-from pdkv.serve.backends import in_words
+from pdkv.errors import PdkvError, in_words
 from pdkv.serve.options import InstanceOptions, ServeOptions
 from pdkv.serve.progress import open_progress
 from pdkv.serve.supervisor import Cluster, run_cluster

@@ -18,8 +18,9 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.responses import Response
 
+from pdkv.errors import in_words
 from pdkv.runtime.trouble_log import TroubleLog
-from pdkv.serve.backends import Backend, Silent, Unreachable, Watch, in_words, open_response
+from pdkv.serve.backends import Backend, Silent, Unreachable, Watch, open_response
 from pdkv.serve.fleet import error_text, passed_on
 from pdkv.serve.http import StreamResponse
 from pdkv.serve.openai import ApiError

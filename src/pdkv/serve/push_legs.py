@@ -18,8 +18,8 @@ import httpx
 from starlette.responses import Response
 
 from pdkv.core.transfer.messages import Peer, TransferMode
-from pdkv.errors import BadRequest
-from pdkv.serve.backends import Backend, in_words
+from pdkv.errors import BadRequest, in_words
+from pdkv.serve.backends import Backend
 from pdkv.serve.legs import Call, LegFailed, Legs, PrefillResult
 from pdkv.serve.params import push_legs, side_channel_of
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, in_words
 from pdkv.runtime.models.catalogue import CATALOGUE, find_gguf
 from pdkv.units import format_bytes
 
@@ -73,10 +73,10 @@ def _download(ref: str) -> Path:
     try:
         return Path(snapshot_download(ref, allow_patterns=list(_HUB_FILES), etag_timeout=_HUB_TIMEOUT_S))
     except Exception as error:  # offline, unknown, gated: one answer for the person
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"model {ref!r} is not in the local Hugging Face cache and could not be downloaded ({cause}); check the "
-            f"name and the network (HF_TOKEN for gated models), or pass a local directory, a .gguf file or 'smollm2'"
+            f"model {ref!r} is not in the local Hugging Face cache and could not be downloaded "
+            f"({in_words(error)}); check the name and the network (HF_TOKEN for gated models), or pass a local "
+            "directory, a .gguf file or 'smollm2'"
         ) from error
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from pdkv.errors import ConfigError, DoesNotFit, UnsupportedModel
+from pdkv.errors import ConfigError, DoesNotFit, UnsupportedModel, in_words
 from pdkv.layout.pages import check_heads, kv_heads_per_rank
 from pdkv.runtime.attention import ATTENTION_NAME
 from pdkv.runtime.kernels import native
@@ -178,10 +178,9 @@ def _read_config(files: ModelFiles) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(files.directory, local_files_only=True)
     except Exception as error:  # unknown model_type, bad JSON, bad values: whatever the config classes raise
         kind = _model_type(files)
-        cause = str(error).strip().splitlines()[0]
         if kind is not None and "model type" in str(error):
             raise UnsupportedModel(f"{files.name}: transformers does not know the architecture {kind!r}") from error
-        raise ConfigError(f"cannot read {files.directory / 'config.json'}: {cause}") from error
+        raise ConfigError(f"cannot read {files.directory / 'config.json'}: {in_words(error)}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(f"{files.name} holds quantised weights; pdkv loads float32, bfloat16 and float16")
     return config
@@ -207,8 +206,9 @@ def _load_weights(files: ModelFiles, config: PretrainedConfig, dtype: torch.dtyp
             output_loading_info=True,
         )
     except Exception as error:  # safetensors, transformers and torch each have their own
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"cannot load the weights of {files.name} from {files.directory}: {cause}") from error
+        raise ConfigError(
+            f"cannot load the weights of {files.name} from {files.directory}: {in_words(error)}"
+        ) from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigError(lacking(files, config, type(model).__name__, missing))

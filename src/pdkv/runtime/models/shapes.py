@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from pdkv.errors import ConfigError, UnsupportedModel
+from pdkv.errors import ConfigError, UnsupportedModel, in_words
 from pdkv.runtime.models.files import ModelFiles, read_header
 
 Shape = tuple[int, ...]
@@ -78,8 +78,9 @@ def _without_memory(files: ModelFiles, config: PretrainedConfig) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(config))
     except Exception as error:  # the model classes raise whatever odd sizes lead them to
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UnsupportedModel(f"transformers cannot build {files.name} from its config.json: {cause}") from error
+        raise UnsupportedModel(
+            f"transformers cannot build {files.name} from its config.json: {in_words(error)}"
+        ) from error
 
 
 def _differing(model: Any, expected: dict[str, Shape], stored: dict[str, Shape]) -> list[tuple[str, Shape]]:
