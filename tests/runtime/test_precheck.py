@@ -97,11 +97,13 @@ def test_too_few_bytes(tmp_path: Path) -> None:
     check(options(files.directory, kv_cache_memory_bytes=32 << 20))
 
 
-def test_more_bytes_than_there_is_ram(directory: Path) -> None:
-    with pytest.raises(
-        DoesNotFit, match=r"999\.00 TiB is more than the .* of RAM .*; lower --kv-cache-memory-bytes, or"
-    ):
-        check(options(directory, kv_cache_memory_bytes=999 << 40))
+@pytest.mark.parametrize(
+    ("option", "value"), [("kv_cache_memory_bytes", 999 << 40), ("num_gpu_blocks_override", (999 << 40) // 6144)]
+)
+def test_more_than_there_is_ram(directory: Path, option: str, value: int) -> None:
+    words = rf"99[89]\.\d\d TiB is more than the .* of RAM .*; lower --{option.replace('_', '-')}, or"
+    with pytest.raises(DoesNotFit, match=words):
+        check(options(directory, **{option: value}))
 
 
 def test_where_a_gpu_may_be_the_smaller_dtype_is_assumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

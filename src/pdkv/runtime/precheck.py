@@ -46,8 +46,8 @@ def check(settings: InstanceSettings) -> ModelFiles:
         return files
     longest = longest_asked(settings, limit, files.name)
     if settings.num_gpu_blocks_override is not None or settings.kv_cache_memory_bytes is not None:
-        _check_ram(settings)
         layout = _smallest_layout(settings, config, files.name)
+        _check_ram(settings, layout)
         if layout is not None:
             pool_capacity(settings, layout, [settings.kv_cache_memory_bytes or 1], longest)
     return files
@@ -147,21 +147,24 @@ def _spec(config: Mapping[str, Any], name: str) -> ModelSpec | None:
         return None
 
 
-def _check_ram(settings: InstanceSettings) -> None:
+def _check_ram(settings: InstanceSettings, layout: RankLayout | None) -> None:
     """Refuse a KV cache that no emptying of the machine could make room for; the profile compares with what is free."""
-    asked = settings.kv_cache_memory_bytes
-    if asked is None or settings.num_gpu_blocks_override is not None or not _surely_cpu(settings.device):
+    asked, option = settings.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
+    if settings.num_gpu_blocks_override is not None:
+        option = "--num-gpu-blocks-override"
+        asked = None if layout is None else settings.num_gpu_blocks_override * layout.bytes_per_block
+    if asked is None or not _surely_cpu(settings.device):
         return
     ram, ranks = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), settings.tensor_parallel_size
     if ranks * asked > ram:
-        raise DoesNotFit(too_large_a_cache(asked, f"{format_bytes(ram)} of RAM that this machine has", ranks))
+        raise DoesNotFit(too_large_a_cache(asked, f"{format_bytes(ram)} of RAM that this machine has", ranks, option))
 
 
-def too_large_a_cache(asked: int, there: str, ranks: int = 1) -> str:
-    """The text for ``--kv-cache-memory-bytes``, of each rank, beyond what is ``there`` (bytes of what, where)."""
+def too_large_a_cache(asked: int, there: str, ranks: int = 1, option: str = "--kv-cache-memory-bytes") -> str:
+    """The text for ``option``, of each rank, beyond what is ``there`` (bytes of what, where)."""
     each = "" if ranks == 1 else f" on each of {ranks} ranks"
     return (
-        f"a KV cache of {format_bytes(asked)}{each} is more than the {there}; lower --kv-cache-memory-bytes, or leave "
+        f"a KV cache of {format_bytes(asked)}{each} is more than the {there}; lower {option}, or leave "
         "it out to have the size measured"
     )
 
