@@ -165,6 +165,14 @@ def test_refusals_of_plan_and_verify(
     assert says in printed.err
 
 
+def test_a_full_disk_is_no_traceback() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pdkv", "models", "--json"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (1, "pdkv: cannot write: No space left on device\n")
+
+
 def test_usage_errors_exit_2() -> None:
     assert pdkv("fly").returncode == 2
 
@@ -364,6 +372,7 @@ def test_faults_says_how_to_see_a_violation_again() -> None:
         (["--seeds", "9:3"], "FIRST:END"),
         (["--seeds", "all"], "FIRST:END"),
         (["--policy", "none"], "strict, vllm"),
+        (["--seed", "1", "--seeds", "0:2"], "one world or many"),
         (["--trace"], "--seed N"),
     ],
 )

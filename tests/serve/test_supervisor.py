@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 from tests.serve.dummy_supervisor import options, part
 
 from pdkv.errors import ConfigError
+from pdkv.serve.http import make_app
 from pdkv.serve.options import InstanceOptions
 from pdkv.serve.progress import PlainProgress, Progress, open_progress
 from pdkv.serve.supervisor import ChildDied, Cluster, Part, Stopped, share_machine
@@ -254,6 +257,26 @@ def test_a_stop_with_an_open_request_is_no_error(capfd: pytest.CaptureFixture[st
         assert serve_app(hangs_while_it_is_stopped, sock, on_ready=asked.start) == 0
         asked.join(10)
     assert "ERROR" not in capfd.readouterr().err
+
+
+async def is_interrupted_twice(_request: Request) -> Response:
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(3600)
+
+
+async def nothing() -> None:
+    return
+
+
+def test_a_second_ctrl_c_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with bind("127.0.0.1", 0) as sock:
+        asked = threading.Thread(target=ask_and_wait, args=(sock.getsockname()[1],))
+        app = make_app("impatient", {"GET /": is_interrupted_twice}, nothing)
+        assert serve_app(app, sock, on_ready=asked.start) == 0
+        asked.join(10)
+    assert not {"ERROR", "Traceback"} & set(capfd.readouterr().err.replace(":", " ").split())
 
 
 def ask_and_wait(port: int) -> None:

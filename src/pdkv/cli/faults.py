@@ -25,7 +25,9 @@ _SHOWN = 20
 
 @app.command()
 def faults(
-    seeds: Annotated[str, typer.Option(help="Worlds to play, FIRST:END (END is not played).")] = "0:100",
+    seeds: Annotated[
+        str | None, typer.Option(help="Worlds to play, FIRST:END (END is not played).", show_default="0:100")
+    ] = None,
     policy: Annotated[str, typer.Option(help="Transfer policy: strict, or vllm (the reference's rules).")] = "strict",
     requests: Annotated[int, typer.Option(help="Client requests in each world.", min=1)] = 200,
     jobs: Annotated[int, typer.Option(help="Processes; 0: one a core.", min=0)] = 0,
@@ -41,12 +43,14 @@ def faults(
     """
     if policy not in TRANSFER_POLICIES:
         raise ConfigError(f"--policy is {policy!r}; there are {', '.join(sorted(TRANSFER_POLICIES))}")
+    if seed is not None and seeds is not None:
+        raise ConfigError(f"--seed {seed} and --seeds {seeds}: one world or many; leave one of the two out")
     if seed is not None:
         stories = [trace(seed, policy, requests, print if show_trace else _say_nothing)]
     elif show_trace:
         raise ConfigError("--trace prints the timeline of one world; name it with --seed N")
     else:
-        stories = _play(_parse(seeds), policy, requests, jobs or os.cpu_count() or 1)
+        stories = _play(_parse("0:100" if seeds is None else seeds), policy, requests, jobs or os.cpu_count() or 1)
     _report(stories, policy, requests, as_json=as_json)
     if any(story.violation for story in stories):
         raise typer.Exit(1)

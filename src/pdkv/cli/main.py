@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
 from typing import Annotated, Any
 
@@ -62,3 +64,9 @@ def run() -> None:
     except PdkvError as error:
         print(f"pdkv: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the rest of it fails again at the exit
+        print(f"pdkv: cannot write: {error.strerror}", file=sys.stderr)
+        sys.exit(1)

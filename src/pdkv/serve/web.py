@@ -91,8 +91,10 @@ class _Server(uvicorn.Server):
 
 
 def _no_error(record: logging.LogRecord) -> bool:
-    """Requests that a stop cancels are answered (`EndsInOrder`): nothing went wrong that uvicorn need report."""
-    return not record.getMessage().startswith("Cancel ")
+    """Requests that a stop cancels are answered (`EndsInOrder`), and a second Ctrl-C cuts the rest of the stop off:
+    nothing went wrong that uvicorn need report."""
+    said = record.getMessage()
+    return not (said.startswith("Cancel ") or said.rstrip().endswith("asyncio.exceptions.CancelledError"))
 
 
 @contextlib.contextmanager
