@@ -154,6 +154,7 @@ def test_malformed_json(body: bytes, says: str) -> None:
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a string named text"),
         ({"messages": [{"role": "unknown", "content": "x"}]}, "roles must alternate"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -200,6 +201,7 @@ def test_a_model_without_tokenizer_takes_token_ids_only() -> None:
     assert post(instance, COMPLETIONS, ask()).status_code == 400
     body = post(instance, COMPLETIONS, ask(prompt=[1, 2])).json()
     assert body["usage"]["completion_tokens"] == 2
+    assert "give stop_token_ids" in post(instance, COMPLETIONS, ask(prompt=[1, 2], stop="x")).text
 
 
 def test_a_body_that_is_announced_too_large_is_refused_before_it_comes() -> None:

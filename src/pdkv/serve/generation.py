@@ -116,6 +116,8 @@ class Frontend:
         wrong = next((token for token in generation.stop_token_ids if not 0 <= token < model.vocab_size), None)
         if wrong is not None:
             raise BadRequest(f"stop_token_ids: {wrong} is outside the vocabulary (0 to {model.vocab_size - 1})")
+        if generation.stop and model.tokenizer is None:
+            raise BadRequest("stop: the model has no tokenizer, so its answers have no text; give stop_token_ids")
         choices: list[Choice] = []
         answer_id = f"{base_id}-{uuid.uuid4().hex[:8]}" if len(prompts) > 1 else None
         for prompt_index, prompt in enumerate(prompts):

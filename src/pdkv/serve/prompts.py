@@ -120,14 +120,14 @@ def _plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
     parts = plain.get("content")
     if isinstance(parts, list):
         for part in parts:
-            kind = readable(repr(part.get("type")))
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ApiError(
-                    400,
-                    f"messages.{index}.content: parts of type {kind} are not supported; send text only",
-                    param="messages",
-                    code="unsupported_value",
-                )
+            is_text = part.get("type") == "text"
+            if not is_text or not isinstance(part.get("text"), str):
+                kind = readable(repr(part.get("type")))
+                wrong = "a part of type 'text' needs a string named text" if is_text else (
+                    f"parts of type {kind} are not supported; send text only"
+                )  # fmt: skip
+                code = "invalid_value" if is_text else "unsupported_value"
+                raise ApiError(400, f"messages.{index}.content: {wrong}", param="messages", code=code)
         plain["content"] = "\n".join(part["text"] for part in parts)
     plain.setdefault("content", "")
     return plain
