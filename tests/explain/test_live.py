@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import termios
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,16 @@ def test_top_ends_at_a_key(key: str) -> None:
             process.kill()
             os.close(ours)
             os.close(theirs)
+
+
+def test_top_into_a_pipe_shows_every_frame() -> None:
+    with serving(200, text(usage=0.25, stages=NONE).encode()) as url:
+        command = [sys.executable, "-m", "pdkv", "top", url, "--interval", "0.1"]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            shown = [line for line in islice(process.stdout, 60) if "usage 25.0%" in line]
+            process.kill()
+    assert len(shown) > 1
 
 
 def test_over_http_once_and_by_the_command_line() -> None:

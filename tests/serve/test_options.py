@@ -89,9 +89,11 @@ def test_router_refuses_what_is_no_url(url: str) -> None:
         RouterOptions(prefill=(url,), decode=("http://127.0.0.1:1",))
 
 
-def test_router_needs_both_sides_and_trims_slashes() -> None:
+def test_router_needs_both_sides_each_once_and_trims_slashes() -> None:
     with pytest.raises(ConfigError, match="--decode"):
         RouterOptions(prefill=("http://a:1",), decode=())
+    with pytest.raises(ConfigError, match="--decode http://b:2: given more than once"):
+        RouterOptions(prefill=("http://a:1",), decode=("http://b:2", "http://c:3", "http://b:2/"))
     assert RouterOptions(prefill=("http://a:1/",), decode=("http://b:2",)).prefill == ("http://a:1",)
 
 

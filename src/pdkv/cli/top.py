@@ -6,9 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
 
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, add_completion=False)
 
@@ -25,7 +28,6 @@ def top(
 ) -> None:
     """Show where the KV memory of running servers is, and what is wrong with it, until q or Ctrl-C."""
     from rich.console import Console
-    from rich.live import Live as Screen
     from rich.text import Text
 
     from pdkv.cli.live_text import live_view
@@ -39,19 +41,31 @@ def top(
         console.print(live_view(diagnose(read_all(urls), before)))
         return
     try:
-        with _keys() as pressed, Screen(console=console, screen=console.is_terminal, auto_refresh=False) as screen:
-            screen.update(live_view(diagnose(before, None)), refresh=True)
+        with _keys() as pressed, _frames(console) as show:
+            show(live_view(diagnose(before, None)))
             while not pressed(interval):
                 try:
                     now = read_all(urls)
                 except PdkvError as error:
                     # A server that restarts comes back: what it said last is no longer true, so only the reason shows.
-                    screen.update(Text(f"{error}\nstill trying; q ends"), refresh=True)
+                    show(Text(f"{error}\nstill trying; q ends"))
                     continue
-                screen.update(live_view(diagnose(now, before)), refresh=True)
+                show(live_view(diagnose(now, before)))
                 before = now
     except KeyboardInterrupt:
         pass
+
+
+@contextmanager
+def _frames(console: Console) -> Iterator[Callable[[RenderableType], None]]:
+    """Gives what shows a frame: in place of the one before on a terminal, below it in a file or a pipe."""
+    if not console.is_terminal:
+        yield console.print
+        return
+    from rich.live import Live as Screen
+
+    with Screen(console=console, screen=True, auto_refresh=False) as screen:
+        yield lambda frame: screen.update(frame, refresh=True)
 
 
 @contextmanager

@@ -258,8 +258,11 @@ class RouterOptions:
     def __post_init__(self) -> None:
         _require(bool(self.prefill), "--prefill: give the URL of at least one prefill instance")
         _require(bool(self.decode), "--decode: give the URL of at least one decode instance")
-        object.__setattr__(self, "prefill", tuple(check_url("--prefill", url) for url in self.prefill))
-        object.__setattr__(self, "decode", tuple(check_url("--decode", url) for url in self.decode))
+        for role in ("prefill", "decode"):
+            urls = tuple(check_url(f"--{role}", url) for url in getattr(self, role))
+            twice = next((url for url in urls if urls.count(url) > 1), None)  # its memory would be counted twice
+            _require(twice is None, f"--{role} {twice}: given more than once; name each instance once")
+            object.__setattr__(self, role, urls)
         _host("--host", self.host)
         _port("--port", self.port)
         _one_of("--prefill-fallback", self.prefill_fallback, ("local", "fail"))
