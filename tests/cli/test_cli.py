@@ -165,6 +165,17 @@ def test_refusals_of_plan_and_verify(
     assert says in printed.err
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_traceback(closed: str) -> None:
+    code = "import sys, pdkv.cli.main as m; sys.argv[1:] = ['explain', '-']; m.run()"
+    done = subprocess.run(
+        ["sh", "-c", f'exec "{sys.executable}" -c "$0" {closed}', code],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("pdkv: standard input holds no line") or "2>&-" in closed
+
+
 def test_a_full_disk_is_no_traceback() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

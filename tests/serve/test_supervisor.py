@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -22,6 +24,7 @@ from starlette.responses import Response
 from tests.serve.dummy_supervisor import options, part
 
 from pdkv.errors import ConfigError
+from pdkv.serve import web
 from pdkv.serve.http import make_app
 from pdkv.serve.options import InstanceOptions
 from pdkv.serve.progress import PlainProgress, Progress, open_progress
@@ -277,6 +280,30 @@ def test_a_second_ctrl_c_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
         assert serve_app(app, sock, on_ready=asked.start) == 0
         asked.join(10)
     assert not {"ERROR", "Traceback"} & set(capfd.readouterr().err.replace(":", " ").split())
+
+
+def test_without_descriptors_one_line_says_so_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    log, rarely = logging.getLogger("asyncio"), web.FullNowAndThen()
+    log.addFilter(rarely)
+    try:
+        for _ in range(100):
+            log.error("socket.accept() out of system resource\nsocket: x")
+        log.error("another thing")
+    finally:
+        log.removeFilter(rarely)
+    first, second = caplog.messages
+    assert "raise the limit (ulimit -n)" in first
+    assert second == "another thing"
+
+
+def test_a_server_takes_all_descriptors_that_it_may() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        web.allow_many_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def ask_and_wait(port: int) -> None:

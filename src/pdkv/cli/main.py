@@ -57,8 +57,20 @@ def _root(
     """Options of the command itself."""
 
 
+def _open_closed_streams() -> None:
+    """Give what the caller has closed (``>&-``) to /dev/null: libraries count on it, a socket would take its place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
 def run() -> None:
     """Run the command line. An error for people goes to stderr without a traceback, and the exit status is 2."""
+    _open_closed_streams()
     try:
         app()
     except PdkvError as error:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ import uvicorn
 from pdkv.errors import ConfigError
 
 _GRACE_S = 2
+_FULL_S = 10.0
+_FULL = "no file descriptor is free: new connections wait until others have closed; raise the limit (ulimit -n)"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -97,6 +100,28 @@ def _no_error(record: logging.LogRecord) -> bool:
     return not (said.startswith("Cancel ") or said.rstrip().endswith("asyncio.exceptions.CancelledError"))
 
 
+class FullNowAndThen(logging.Filter):
+    """Without a free file descriptor asyncio logs thousands of vain accepts a second: lets one in ten seconds pass."""
+
+    _last_s = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("socket.accept() out of system resource"):
+            return True
+        if record.created - self._last_s < _FULL_S:
+            return False
+        self._last_s = record.created
+        record.msg, record.args, record.exc_info = _FULL, None, None
+        return True
+
+
+def allow_many_connections() -> None:
+    """Take as many file descriptors as the system allows: the usual 1024 are few for a router."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS has no unlimited ones
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 @contextlib.contextmanager
 def _signals_only_end_uvicorn() -> Iterator[None]:
     """uvicorn raises the signal that stopped it once more when it is done; our own clean-up must still run then."""
@@ -131,6 +156,8 @@ def serve_app(
         ws="none",
     )
     logging.getLogger("uvicorn.error").addFilter(_no_error)
+    logging.getLogger("asyncio").addFilter(FullNowAndThen())
+    allow_many_connections()
     server = _Server(config, on_ready, broken)
     # For the next server: connections that linger after this one do not keep it from the port. Set only now, as it
     # would let others bind to the port while nobody listens.
