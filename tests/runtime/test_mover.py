@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -143,6 +144,18 @@ def test_unknown_cancels_and_serving_do_no_harm(mover: Driven) -> None:
     mover.process.send(Connect(peer="p", memory=mover.memory()))
     mover.post(1, [0], [1])
     assert isinstance(mover.next(), Ended)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_when_it_stops_is_its_parents_to_say(number: signal.Signals) -> None:
+    """Ctrl-C and a service manager's stop reach it, too; requests that are open then still need it."""
+    driven = Driven()
+    assert driven.next() == Ready(offer=None)
+    os.kill(driven.process.pid, number)
+    driven.process.send(Cancel(handle=99))
+    driven.post(7, [0], [1], peer="nobody")
+    assert isinstance(driven.next(), Ended)
+    driven.process.kill()
 
 
 def test_a_stopped_mover_does_not_block_the_sender() -> None:

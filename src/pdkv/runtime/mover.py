@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import select
-import signal
 import socket
 import sys
 import time
@@ -28,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.runtime.geometry import unlike
-from pdkv.runtime.parent_death import die_with_parent
+from pdkv.runtime.parent_death import die_with_parent, leave_stops_to_the_parent
 from pdkv.runtime.shared_memory import SharedMemory
 from pdkv.runtime.transports.base import SLOT_BYTES, Copy, Permit, Slice, TransferMemory, Transport, TransportError
 from pdkv.runtime.transports.segments import Mapping
@@ -314,7 +313,7 @@ def main(argv: list[str]) -> int:
     """Entry point of the process; exit code 1 when the transport cannot start (said over the socket before)."""
     fd, parent_pid = int(argv[1]), int(argv[2])
     die_with_parent(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we stop
+    leave_stops_to_the_parent()
     sock = socket.socket(fileno=fd)
     start = _read_start(sock)
     if start is None:

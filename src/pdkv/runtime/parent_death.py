@@ -22,3 +22,12 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
         os._exit(1)  # it ended before the call above
+
+
+def leave_stops_to_the_parent() -> None:
+    """Ctrl-C reaches a whole group, a service manager's SIGTERM a whole service: the parent says when this one stops.
+
+    The parent would take its end for a failure, and still needs it for requests that are open.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

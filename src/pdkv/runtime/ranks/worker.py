@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import gc
 import logging
-import signal
 import socket
 import sys
 from pathlib import Path
 from typing import TypeVar
 
 from pdkv.errors import PdkvError, RankFailed
-from pdkv.runtime.parent_death import die_with_parent
+from pdkv.runtime.parent_death import die_with_parent, leave_stops_to_the_parent
 from pdkv.runtime.ranks.messages import (
     Begin,
     Here,
@@ -110,7 +109,7 @@ def _work(sock: socket.socket, talk: _Conversation, begin: Begin) -> None:
 def main(argv: list[str]) -> int:
     """Entry point of the process; exit code 2 for what rank 0 tells the person, 0 when rank 0 has closed its side."""
     die_with_parent(int(argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides when we stop
+    leave_stops_to_the_parent()
     sock = socket.socket(fileno=int(argv[1]))
     talk = _Conversation(sock)
     try:
