@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from tests.core.helpers import NS, assert_all_free, finished_of, new_request
-from tests.core.write_pair import ID, LEASE_NS, PROMPT, D, Pair, accounts, decode, prefill
+from tests.core.helpers import NS, arrived, assert_all_free, counting_prompt, finished_of, new_request
+from tests.core.write_pair import ID, LEASE_NS, PROMPT, D, P, Pair, accounts, decode, prefill
 
-from pdkv.core.ports import FromConsumer
+from pdkv.core.ports import FromConsumer, NewRequest
 from pdkv.core.transfer.messages import (
+    Announce,
+    Awaited,
     CancelGrant,
     Register,
     Withdraw,
@@ -156,3 +159,82 @@ def test_who_gave_way_goes_first_when_its_kv_is_announced() -> None:
     pair.settle()
     assert list(finished_of(pair.events)) == ["p", "other"]
     assert accounts(pair.d) == {"loading": 3}, "which leaves too little for the third"
+
+
+def crossed(**both: Any) -> Pair:
+    """P keeps the KV of two requests that D has no memory for: that is granted for a third, for which P has none."""
+    pair = Pair(p={"num_blocks": 7, "max_leased_fraction": 1.0}, d={"num_blocks": 5}, max_num_batched_tokens=64, **both)
+    prompts = {"one": PROMPT + 500, "two": PROMPT + 700, "granted": PROMPT}
+    for name in ("granted", "one", "two"):
+        pair.step_d(decode(request_id=f"d-{name}", transfer_id=name, prompt=prompts[name]))
+    to_p, pair.to_p = pair.to_p, []
+    for name in ("one", "two", "granted"):
+        pair.step_p(prefill(request_id=f"p-{name}", transfer_id=name, prompt=prompts[name]))
+    assert (accounts(pair.p), accounts(pair.d)) == ({"retained": 6}, {"loading": 3})
+    pair.to_p = to_p
+    return pair
+
+
+def test_a_prefill_that_finds_no_room_for_leases_without_memory_has_them_announced() -> None:
+    """Otherwise P waits for D's memory, and D's memory for P's, until a lease's time has passed."""
+    pair = crossed()
+    pair.step_p()
+    assert [message.transfer_id for message in pair.to_d if isinstance(message, Announce)] == ["one", "two"]
+    pair.step_d()
+    assert CancelGrant("granted", 8, 1) in pair.to_p, "asked back at once"
+    for _ in range(30):
+        plan = pair.step_d()
+        for index in range(len(plan.reads)):
+            pair.step_d(arrived(plan, index))
+        if pair.step_p().writes:
+            pair.step_p(pair.written())
+    assert [name for name in finished_of(pair.events) if name.startswith("d")] == ["d-one", "d-granted", "d-two"]
+    assert not pair.named("LoadFailed")
+    assert pair.now == 0
+    assert_all_free(pair.p)
+    assert_all_free(pair.d)
+
+
+def test_an_announcement_that_was_lost_comes_again() -> None:
+    pair = crossed()
+    pair.step_p()
+    pair.to_d.clear()
+    pair.now = pair.d.config.registration_ns
+    pair.step_d()
+    pair.step_p()
+    assert {message.transfer_id for message in pair.to_d if isinstance(message, Announce)} == {"one", "two"}
+
+
+def late_push(transfer_id: str, **more: Any) -> NewRequest:
+    """D's leg of a request whose KV is to be announced and read."""
+    return replace(decode(**more), awaited=Awaited(peer=P, transfer_id=transfer_id))
+
+
+def test_what_was_announced_before_presses_too_and_gets_memory_before_more_is_granted() -> None:
+    pair = Pair(p={"num_blocks": 6, "max_leased_fraction": 1.0}, d={"num_blocks": 5}, max_num_batched_tokens=64)
+    pair.step_d(decode(request_id="d-granted", transfer_id="granted"))
+    grant, pair.to_p = pair.to_p, []
+    pair.step_d(decode(request_id="d-before", transfer_id="before", prompt=PROMPT + 700))
+    pair.step_d(late_push("one", request_id="d-one", prompt=PROMPT + 500))
+    pair.step_p(prefill(request_id="p-one", transfer_id="one", prompt=PROMPT + 500))
+    pair.step_p(prefill(request_id="p-granted", transfer_id="granted"))
+    pair.step_d()
+    assert not pair.d.consumer.is_pressed(P), "announced, and there is no memory yet"
+    pair.to_p = grant
+    pair.step_p()
+    assert [message.transfer_id for message in pair.to_d if isinstance(message, Announce)] == ["one"], "again"
+    pair.step_d()
+    assert CancelGrant("granted", 8, 1) in pair.to_p
+    pair.step_p()
+    assert [read.source.request_id for read in pair.step_d().reads] == ["p-one"]
+    assert not pair.d.consumer.is_pressed(P)
+
+
+def test_ready_kv_does_not_wait_for_a_prefix_whose_prefill_may_wait_for_it() -> None:
+    pair = Pair()
+    pair.step_d(decode())
+    pair.step_p(prefill(request_id="p-one", transfer_id="one", prompt=counting_prompt(14)))
+    pair.step_d(late_push("one", request_id="d-one", prompt=counting_prompt(14)))
+    pair.settle(1)
+    plan = pair.step_d()
+    assert [read.local_blocks.size for read in plan.reads] == [4], "though the first two would come with the grant, too"

@@ -136,6 +136,7 @@ class Engine:
         self._news.run_timers()
         step_id, self._next_step = self._next_step, self._next_step + 1
         rows = self.scheduler.schedule(step_id)
+        self._news.make_way()
         copies = self.scheduler.take_copies(step_id)
         encoder = self.scheduler.encoder
         self._outstanding.append((step_id, rows))

@@ -96,17 +96,15 @@ class PeerNews:
             self._scheduler.offer_failed(request, f"no handshake within {seconds} s with the engine that keeps it")
         self._scheduler.give_back_overdue()
         self._scheduler.give_up_grammars()
-        self._make_way()
-        self._consumer.sweep()
-
-    def _make_way(self) -> None:
-        """Memory granted for a prefill that does not begin goes to those who wait for some."""
-        grants = self._consumer.grants
-        for promise in grants.unanswered():
+        for promise in self._consumer.grants.unanswered():
             self._consumer.put_off(promise, _GAVE_WAY)
             self._scheduler.put_off(promise.request, _GAVE_WAY)
+        self._consumer.sweep()
+
+    def make_way(self) -> None:
+        """The step is planned: memory granted for a prefill that does not begin goes to those who wait for some."""
         if self._scheduler.short_of_memory:
-            grants.recall_idle()
+            self._consumer.make_way()
 
     def _on_consumer(self, item: FromConsumer) -> None:
         match item.message:
@@ -115,7 +113,7 @@ class PeerNews:
             case Done():
                 self._producer.on_done(item.message)
             case Register():
-                self._producer.announcements.on_register(item.message, item.origin)
+                self._producer.on_register(item.message, item.origin, item.received_ns)
             case RegisterWrite():
                 self._producer.on_register_write(item.message, item.origin, item.received_ns)
             case CancelGrant():
@@ -150,13 +148,15 @@ class PeerNews:
                 self._scheduler.put_off(given_back.request, _GAVE_WAY)
             return
         request = self._consumer.waits.find(item.message.transfer_id, item.peer.engine_id)
-        if request is None:  # an answer too many: it has been announced, has ended, or was never asked for
-            return
         if isinstance(item.message, Gone):
-            self._consumer.waits.drop(request, tell=False)
-            self._scheduler.offer_failed(request, item.message.reason)
+            if request is not None:
+                self._consumer.waits.drop(request, tell=False)
+                self._scheduler.offer_failed(request, item.message.reason)
             return
         announced = RemoteSource(peer=item.peer, request_id=item.message.request_id, grant=item.message.grant)
+        if request is None:  # it has been announced before, has ended, or was never asked for
+            self._consumer.press(announced)
+            return
         source = bind(announced, request.new.prompt)
         try:
             check_source(request.new, source, self._config, self._manager)

@@ -15,7 +15,7 @@ import numpy as np
 
 from pdkv.core.blocks.groups import ChunkedGroup, FullGroup, Group, WindowGroup
 from pdkv.core.config import EngineConfig, TransferPolicy
-from pdkv.core.events import Event, LeaseReleased, LoadFailed, LoadFinished
+from pdkv.core.events import Event, LeaseReleased, LeaseRenewed, LoadFailed, LoadFinished
 from pdkv.core.ports import NewRequest
 from pdkv.core.transfer.messages import Peer, TransferMode
 from pdkv.simulate.clock import VirtualTime
@@ -48,6 +48,8 @@ _MOMENTS = (
     "Finished",
 )  # fmt: skip
 _PATIENCE_NS = 1200_000 * MS  # everything must have ended so long after the last arrival
+_LEASE_NS = 3000 * MS
+_CALM_TIMEOUT_NS = 600_000 * MS  # what takes that long in calm weather stands still for a lease, or all queue for it
 _MOST_ACTIONS = 600  # per request: more means that somebody goes round in circles
 
 #: Hears the story: (time in ns, who, what, details).
@@ -69,7 +71,7 @@ class Kind(enum.Enum):
     OUTCOME = "a client saw no outcome, two, or wrong tokens"
     LEDGER = "accounts, owners and blocks disagree, or a deadline has passed"
     CRASHED = "an engine raised an exception"
-    WASTE = "a lease expired or a load failed although nothing had gone wrong"
+    WASTE = "a lease expired, a load failed, or all stood still, although nothing had gone wrong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ class World:
         self.sockets = Sockets(seed, self.counts, used=over_tcp and not self.shared_memory)
         self.network = Network(self.time, self.rng, self.weather, self.counts)
         self._wasted = ""
+        self._in_flight, self._moved_ns, self._gets_on = 0, 0, policy.bounded_waits
         self._lots = Random(f"{seed} turns")  # of their own, as above
         if policy.bounded_waits and self.rng.random() < 0.25:
             policy = replace(policy, load_failure="fail")
@@ -177,10 +180,10 @@ class World:
             max_outstanding_plans=rng.randrange(1, 3),
             full_sequence_must_fit=bool(rng.random() < 0.8),
             transfer=policy,
-            kv_load_timeout_ns=60_000 * MS if self.weather.calm else rng.choice([300, 6000]) * MS,
-            push_registration_timeout_ns=60_000 * MS if self.weather.calm else rng.choice([2000, 30_000]) * MS,
+            kv_load_timeout_ns=_CALM_TIMEOUT_NS if self.weather.calm else rng.choice([300, 6000]) * MS,
+            push_registration_timeout_ns=_CALM_TIMEOUT_NS if self.weather.calm else rng.choice([2000, 30_000]) * MS,
             fence_timeout_ns=1000 * MS,
-            lease_ns=3000 * MS,
+            lease_ns=_LEASE_NS,
             max_leased_fraction=rng.choice([0.4, 0.8]),
             kept_ttl_ns=self._lots.choice([6000, 12_000, 60_000]) * MS,
             max_kept_fraction=self._lots.choice([0.4, 1.0]),
@@ -239,13 +242,26 @@ class World:
 
     def _arrive_in(self, delay_ns: int, call: Call) -> None:
         """A call that its client may give up again, after a time or at a certain moment."""
-        self.time.after(delay_ns, self.router.arrive, call)
+        self.time.after(delay_ns, self._arrive, call)
         if self.rng.random() >= self.weather.abort:
             return
         if self.rng.random() < 0.5:
             call.leaves_at = self.rng.choice(_MOMENTS)
         else:
             self.time.after(delay_ns + self.rng.randrange(0, 3000 * MS), self.router.leave, call)
+
+    def _arrive(self, call: Call) -> None:
+        self._moved()
+        self._in_flight += 1
+        self.router.arrive(call)
+
+    def _moved(self) -> None:
+        """Something has happened: was it long that nothing had, although a client waited?"""
+        now_ns = self.time.now_ns
+        if now_ns - self._moved_ns >= _LEASE_NS and self._in_flight and self._gets_on:
+            since_s, until_s = self._moved_ns / 1e9, now_ns / 1e9
+            self._wasted = self._wasted or f"nothing happened from {since_s:.3f} to {until_s:.3f} s"
+        self._moved_ns = now_ns
 
     def _misfortune(self, instance: Instance) -> None:
         """Ten times a second an instance may be hit by what has a rate."""
@@ -282,6 +298,8 @@ class World:
 
     def took(self, life: Life, events: tuple[Event, ...]) -> None:
         """What an engine reported."""
+        if not all(isinstance(event, LeaseRenewed) for event in events):
+            self._moved()
         for event in events:
             name = type(event).__name__
             if isinstance(event, LeaseReleased) and event.next_turn:
@@ -306,6 +324,7 @@ class World:
         """A client has seen an outcome."""
         assert call.outcome is not None
         self.open -= 1
+        self._in_flight -= 1
         if self.talks:
             self._talk_on(call)
         self.note("router", call.outcome.name, f"{call.new.request_id} {call.error}")

@@ -142,6 +142,9 @@ class Admitter:
         if sharer is not None:
             request.wait_cause = f"the same prefix is being loaded for {sharer}"
             return Admission(Verdict.SKIP)
+        if request.awaited is not None and request.source is None and self._consumer.is_pressed(request.awaited.peer):
+            request.wait_cause = f"{request.awaited.peer.engine_id[:80]} keeps KV that is to get memory before"
+            return Admission(Verdict.SKIP)
         if request.source is None and not self._consumer.grants.has_room:
             request.wait_cause = "as much of the memory is granted to producers as there are slots"
             return Admission(Verdict.SKIP)

@@ -78,6 +78,7 @@ class Consumer:
         self._manager = manager
         self._journal = journal
         self._wanted: dict[str, RemoteSource] = {}  # by request id: to be kept alive
+        self._pressing: dict[str, Peer] = {}  # request ids, and who keeps their KV, until they have memory
         self._loads: dict[int, Load] = {}
         self._given_up: dict[int, GivenUp] = {}
         self._handles, self._last_fence = handles, last_fence
@@ -101,16 +102,39 @@ class Consumer:
             self.waits.arrive(request)
 
     def announced(self, request: Request, source: RemoteSource) -> None:
-        """What the request waited for is kept for it under a lease."""
+        """What the request waited for is kept for it under a lease.
+
+        If it was to be written, it is announced because it presses; it is read now.
+        """
+        written = request.awaited is not None and request.awaited.write
         self.waits.announced(request)
         request.source = source
         self._wanted[request.request_id] = source
+        if written:
+            self.press(source)
+
+    def press(self, source: RemoteSource) -> None:
+        """What is kept there keeps out prefills for which memory is granted here: it is to get memory before those."""
+        has_memory = {load.request.request_id for load in self._loads.values()}
+        for request_id, wanted in self._wanted.items():
+            same = (wanted.peer, wanted.grant.token) == (source.peer, source.grant.token)
+            if same and request_id not in has_memory:
+                self._pressing[request_id] = source.peer
+
+    def is_pressed(self, peer: Peer) -> bool:
+        """Whether something that ``peer`` keeps presses."""
+        return peer in self._pressing.values()
+
+    def make_way(self) -> None:
+        """Somebody waits for memory: what is granted for a prefill that does not begin is asked back."""
+        self.grants.recall_idle(pressed_by=self._pressing.values())
 
     def forget(self, request: Request) -> None:
         """The producer's copy is not needed (any more): say so and stop the heartbeats."""
         self.waits.drop(request, tell=True)
         self.turns.forget(request)
         self._wanted.pop(request.request_id, None)
+        self._pressing.pop(request.request_id, None)
         source, request.source = request.source, None
         if source is not None:
             self.decline(source)
@@ -130,7 +154,7 @@ class Consumer:
         return max(source.usable_tokens - local_tokens, 0)
 
     def shares_with(self, request: Request, local_tokens: int) -> str | None:
-        """Id of a request whose load in flight brings this one's next block too (it then waits, `strict`).
+        """Id of a request whose load brings this one's next block too (it then waits, `strict`).
 
         Only for models whose groups keep every block: of the others a load brings little that a second one can hit.
         """
@@ -141,7 +165,8 @@ class Consumer:
         if position >= len(request.hashes):
             return None
         wanted = request.hashes[position]
-        loads: tuple[Load | Promise, ...] = (*self._loads.values(), *self.grants.shareable())
+        promises = self.grants.shareable(only_begun=request.source is not None)
+        loads: tuple[Load | Promise, ...] = (*self._loads.values(), *promises)
         for load in loads:
             full = load.num_tokens // unit
             if load.first <= local_tokens and position < full and load.request.hashes[position] == wanted:
@@ -160,6 +185,7 @@ class Consumer:
             self.waits.admitted(request)
             self.grants.open(request, local_tokens, tokens)
             return
+        self._pressing.pop(request.request_id, None)
         key, granted, usable = request.request_id, source.grant, source.usable_tokens
         remote, local = pair_blocks(self._manager, key, granted, usable, local_tokens)
         hide_partly_loaded(self._manager, key, granted.block_size, usable, local_tokens)

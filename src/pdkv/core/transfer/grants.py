@@ -8,6 +8,7 @@ back.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from pdkv.core.blocks.manager import KVCacheManager
@@ -206,15 +207,17 @@ class WriteGrants:
         """A lease's time old, and no write is known to have begun under it."""
         return not promise.writing and promise.since_ns <= self._journal.now_ns - self._config.lease_ns
 
-    def shareable(self) -> list[Promise]:
-        """What others with the same prefix may wait for.
+    def shareable(self, *, only_begun: bool) -> list[Promise]:
+        """What others with the same prefix may wait for; ``only_begun``: who waits has KV kept for it already.
 
-        Not what is idle: its prefill may be waiting itself, for the lease of who would wait here to be over.
+        Not what is idle, nor that: its prefill may be waiting itself, for the lease of who would wait here to be over.
         """
-        return [promise for promise in self._promises.values() if not self._is_idle(promise)]
+        return [one for one in self._promises.values() if one.writing or not (only_begun or self._is_idle(one))]
 
-    def recall_idle(self) -> None:
+    def recall_idle(self, pressed_by: Collection[Peer]) -> None:
         """Ask back the newest grant that is a lease's time old, and under which no write is known to have begun.
+
+        One to a producer that presses (`Consumer.press`) is asked back however old it is.
 
         While somebody here waits for memory it goes (`strict`), one at a time, each when the one before is fenced. Else
         two instances can wait for each other: grants of D for prefills that P cannot begin, as its leases pin their
@@ -228,7 +231,11 @@ class WriteGrants:
             return
         if any(one.recalled_until_ns is not None for one in self._promises.values()):
             return
-        idle = [one for one in self._promises.values() if self._is_idle(one)]
+        idle = [
+            one
+            for one in self._promises.values()
+            if self._is_idle(one) or (not one.writing and one.awaited.peer in pressed_by)
+        ]
         if idle:
             idle[-1].recalled_until_ns = self._journal.now_ns + self._config.fence_timeout_ns
             self._show(idle[-1], f"asked back from {idle[-1].awaited.peer.engine_id[:80]}: others wait for memory")

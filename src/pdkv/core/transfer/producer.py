@@ -63,6 +63,15 @@ class Producer:
         fits = pinned == 0 or pinned + needed <= limit or self.announcements.has_memory(request)
         return self._slots.num_free > in_flight and fits
 
+    def make_way_for(self, request: Request) -> None:
+        """A prefill finds no room here, and nothing under way will leave any (strict).
+
+        Its consumer has granted memory for it: then what leases keep may be waiting for that very memory, as a consumer
+        grants in its own order. So that is announced (again): it presses (`Consumer.press`).
+        """
+        if self._config.transfer.push_answers and self.announcements.has_memory(request) and not self.writes.under_way:
+            self.announcements.offer_kept()
+
     def grant(self, request: Request) -> Grant:
         """Keep the prompt's blocks for a consumer; the request's other blocks go back. Needs a free slot."""
         grant = self._lease(request, self._config.lease_ns, next_turn=False)
@@ -179,7 +188,13 @@ class Producer:
             )
         )
 
-    # ------------------------------------------------------------------------------------------------- WRITE push
+    # ------------------------------------------------------------------------------------------------------- push
+
+    def on_register(self, message: Register, origin: bytes, received_ns: int) -> None:
+        """A consumer waits for this KV to be announced: that renews its lease, if it is there."""
+        kept = self.announcements.on_register(message, origin)
+        if kept is not None:
+            self._renew(self._by_token[kept.grant.token], received_ns)
 
     def on_register_write(self, message: RegisterWrite, origin: bytes, received_ns: int) -> None:
         """A consumer waits for this KV to be written: that renews its lease, and begins the WRITE if it is there."""

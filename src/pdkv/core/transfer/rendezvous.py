@@ -67,6 +67,7 @@ class Announcements:
         self._kept: dict[str, Announce] = {}
         self._over: OrderedDict[str, str] = OrderedDict()
         self._registered: OrderedDict[str, Registration] = OrderedDict()
+        self._offered: set[str] = set()  # of what is kept: announced by `offer_kept`
 
     def expect(self, request: Request) -> None:
         """A prefill has arrived."""
@@ -104,12 +105,24 @@ class Announcements:
         self._reply(waiting.origin, announce)
         return None
 
+    def offer_kept(self) -> None:
+        """Announce what consumers have no memory for yet, each once, even if it was announced or is to be written.
+
+        Who has not heard of the latter registers again, and is answered then.
+        """
+        for transfer_id, announce in self._kept.items():
+            waiting = self._registered.get(transfer_id)
+            if waiting is not None and _grant_of(waiting.message) is None and transfer_id not in self._offered:
+                self._offered.add(transfer_id)
+                self._reply(waiting.origin, announce)
+
     def ended(self, transfer_id: str | None, reason: str) -> None:
         """Nothing stands under this id any more, however it came."""
         if transfer_id is None or transfer_id in self._over:
             return
         self._expected.discard(transfer_id)
         self._kept.pop(transfer_id, None)
+        self._offered.discard(transfer_id)
         self._over[transfer_id] = reason
         while len(self._over) > _MOST_OVER:
             self._over.popitem(last=False)
@@ -128,18 +141,23 @@ class Announcements:
         if over is not None and self._is_answered(message):
             self._refuse(message, origin, over, cut_off=elsewhere)
             return None
-        if over is None and transfer_id in self._kept:
-            if isinstance(message, Register):
-                self._reply(origin, self._kept[transfer_id])
-            return self._kept[transfer_id]
-        deadline_ns = self._journal.now_ns + self._patience_ns if self._is_answered(message) else None
-        self._registered[transfer_id] = Registration(message, origin, deadline_ns)
-        self._registered.move_to_end(transfer_id)
-        self._drop_stale()
         grant = _grant_of(message)
-        if grant is not None:
-            self._writes.note(grant, origin, writing=False)
-        return None
+        kept = self._kept.get(transfer_id) if over is None else None
+        if kept is not None and (isinstance(message, Register) or (grant is None and transfer_id in self._offered)):
+            self._reply(origin, kept)
+        elif kept is not None and grant is not None:
+            self._registered.pop(transfer_id, None)  # `Writes` answers from now on
+        else:
+            self._keep_in_mind(message, origin)
+            if grant is not None:
+                self._writes.note(grant, origin, writing=False)
+        return kept
+
+    def _keep_in_mind(self, message: Register | RegisterWrite, origin: bytes) -> None:
+        deadline_ns = self._journal.now_ns + self._patience_ns if self._is_answered(message) else None
+        self._registered[message.transfer_id] = Registration(message, origin, deadline_ns)
+        self._registered.move_to_end(message.transfer_id)
+        self._drop_stale()
 
     def on_cancel(self, transfer_id: str, nonce: int, grant_id: int) -> None:
         """This grant is not waited for any more; another one under the same id may be."""

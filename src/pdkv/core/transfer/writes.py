@@ -235,6 +235,11 @@ class Writes:
                 write.deadline_ns = self._journal.now_ns + self._config.fence_timeout_ns
         return over
 
+    @property
+    def under_way(self) -> bool:
+        """Whether anything is being written."""
+        return bool(self._active)
+
     def uses(self, lease: Lease) -> bool:
         """Whether what ``lease`` keeps, or kept, is being written somewhere."""
         return any(write.lease is lease for write in self._active.values())
