@@ -181,7 +181,7 @@ def test_a_prefill_that_finds_no_room_for_leases_without_memory_has_them_announc
     pair.step_p()
     assert [message.transfer_id for message in pair.to_d if isinstance(message, Announce)] == ["one", "two"]
     pair.step_d()
-    assert CancelGrant("granted", 8, 1) in pair.to_p, "asked back at once"
+    assert CancelGrant("granted", "P", 8, 1) in pair.to_p, "asked back at once"
     for _ in range(30):
         plan = pair.step_d()
         for index in range(len(plan.reads)):
@@ -224,7 +224,7 @@ def test_what_was_announced_before_presses_too_and_gets_memory_before_more_is_gr
     pair.step_p()
     assert [message.transfer_id for message in pair.to_d if isinstance(message, Announce)] == ["one"], "again"
     pair.step_d()
-    assert CancelGrant("granted", 8, 1) in pair.to_p
+    assert CancelGrant("granted", "P", 8, 1) in pair.to_p
     pair.step_p()
     assert [read.source.request_id for read in pair.step_d().reads] == ["p-one"]
     assert not pair.d.consumer.is_pressed(P)

@@ -215,6 +215,11 @@ def no_grant_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WriteGrants, "overdue", lambda self: [])
 
 
+def nothing_presses(patch: pytest.MonkeyPatch) -> None:
+    """P keeps what D has no memory for, and D keeps memory for what P has no room for, until a lease's time is up."""
+    patch.setattr(Producer, "make_way_for", lambda *_: None)
+
+
 def units_out_of_order(patch: pytest.MonkeyPatch) -> None:
     """Of a peer's blocks that are larger or smaller, what is read is the right tokens' KV in the wrong order."""
 
@@ -259,6 +264,7 @@ PLANTS: dict[Callable[[Any], None], dict[str, Any]] = {
         **BY_NIXL, "weather": Weather(crash=0.1, read_ms=2000), "fence_timeout_ns": 8000 * MS,
     },
     no_grant_deadline: BY_NIXL,
+    nothing_presses: {**BY_NIXL, "weather": Weather(max_delay_ms=100, read_ms=300)},
     units_out_of_order: {"unlike": True},
     partly_loaded_can_be_hit: {"groups": MODELS[1], "mode": "pull", "unlike": True, "weather": Weather()},
 }  # fmt: skip

@@ -17,6 +17,11 @@ from pdkv.core.transfer.consumer import Consumer
 from pdkv.core.transfer.messages import Grant
 from pdkv.core.transfer.producer import Producer
 
+#: What leaves these accounts makes room without anybody's giving way.
+_PASSING = (
+    Account.RETAINED, Account.DRAFT, Account.RUNNING, Account.DEFERRED, Account.LOADING, Account.QUARANTINE,
+)  # fmt: skip
+
 
 class Roster:
     """The queues and the running set. What leaves them takes its blocks to their next account."""
@@ -161,11 +166,25 @@ class Roster:
         if deadline_ns is None or deadline_ns > self._journal.now_ns:
             return
         for request in reversed(tuple(self.holding)):  # the first is put back last, so that it stays the first
-            if request.loaded_deadline_ns is None or request.loaded_deadline_ns > self._journal.now_ns:
-                continue
-            self.holding.remove(request)
-            self._settle_loaded(request)
-            self._take_blocks(request, "loaded, but there was no place for it in time: its blocks went back")
+            if request.loaded_deadline_ns is not None and request.loaded_deadline_ns <= self._journal.now_ns:
+                self._give_back_loaded(request, "loaded, but there was no place for it in time: its blocks went back")
+
+    def _give_back_loaded(self, request: Request, cause: str) -> None:
+        self.holding.remove(request)
+        self._settle_loaded(request)
+        self._take_blocks(request, cause)
+
+    def break_loaded_up(self) -> bool:
+        """The first loaded request lacks blocks: where only others like it hold any, the last one gives its own back.
+
+        What windows need beyond a prompt is not reserved while it is loaded (spec scheduler 3.2), so they can keep each
+        other out (strict: else they wait for their deadlines). Returns whether one did.
+        """
+        counts = self._manager.pool.ledger.counts
+        if not self._config.transfer.bounded_waits or any(counts[account] for account in _PASSING):
+            return False
+        self._give_back_loaded(self.holding[-1], "loaded, but its blocks went to another loaded request")
+        return True
 
     def next_deadline_ns(self) -> int | None:
         """When the next loaded request must have found a place."""

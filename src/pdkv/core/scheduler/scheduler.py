@@ -291,6 +291,8 @@ class Scheduler(Roster):
         if self._config.priority_scheduling:
             self.holding = deque(sorted(self.holding, key=priority_key))
         self.waiting.put_all_back(skipped_waiting)
+        if self.short_of_memory and self.holding and self.holding[0].status is Status.LOADED and self.break_loaded_up():
+            self.owes_a_step, self.blocked_by = True, None
         if self.pace.active:
             for request in (*skipped_holding, *skipped_waiting):
                 request.skipped = True
