@@ -217,6 +217,26 @@ def test_a_body_that_is_announced_too_large_is_refused_before_it_comes() -> None
     asyncio.run(go())
 
 
+def test_a_body_that_stops_in_the_middle_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdkv.serve.http._BODY_STALL_S", 0.05)
+
+    async def go() -> None:
+        parts = iter([b'{"prompt"', b': "x', None])
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(0.03)
+            part = next(parts)
+            if part is None:
+                await asyncio.sleep(3600)
+            return {"type": "http.request", "body": part, "more_body": True}
+
+        with pytest.raises(ApiError, match="for 0.05 s, after 13 bytes") as refused:
+            await asyncio.wait_for(read_body(Request({"type": "http", "headers": []}, receive)), 5)
+        assert refused.value.status == 408
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize("given", ["a,b", "a b", "x" * 200, "é"])
 def test_request_ids_that_cannot_travel_are_refused(given: str) -> None:
     response = post(FakeInstance(), COMPLETIONS, ask(), headers={"x-request-id": given.encode()})

@@ -19,6 +19,7 @@ from pdkv.errors import BadRequest, DoesNotFit, PdkvError
 from pdkv.serve.openai import ApiError, ChatRequest, CompletionRequest
 
 MAX_BODY_BYTES = 64 << 20
+_BODY_STALL_S = 60.0
 _FIELD = re.compile(r"(\w+)(?:\.\w+)*(?:: | = | must )")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
@@ -58,17 +59,26 @@ def request_id_of(request: Request) -> str:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises `ApiError` 413 above 64 MiB, where its length is announced before any of it is read."""
+    """The whole body. Raises `ApiError` 413 above 64 MiB, where its length is announced before any of it is read.
+
+    Or 408 when nothing of it comes for a minute: whoever stops in the middle would hold up to 64 MiB for good.
+    """
     too_large = ApiError(413, f"the request body is larger than {MAX_BODY_BYTES >> 20} MiB", code="body_too_large")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise too_large
-    return bytes(body)
+    body, chunks = bytearray(), request.stream()
+    try:
+        while True:
+            async with asyncio.timeout(_BODY_STALL_S):
+                body += await anext(chunks)
+            if len(body) > MAX_BODY_BYTES:
+                raise too_large
+    except StopAsyncIteration:
+        return bytes(body)
+    except TimeoutError:
+        said = f"nothing more of the request body came for {_BODY_STALL_S:g} s, after {len(body)} bytes"
+        raise ApiError(408, said, code="body_timeout") from None
 
 
 def as_api_error(error: Exception) -> ApiError:
