@@ -49,7 +49,7 @@ _MOMENTS = (
 )  # fmt: skip
 _PATIENCE_NS = 1200_000 * MS  # everything must have ended so long after the last arrival
 _LEASE_NS = 3000 * MS
-_CALM_TIMEOUT_NS = 600_000 * MS  # what takes that long in calm weather stands still for a lease, or all queue for it
+_CALM_TIMEOUT_NS = 600_000 * MS  # longer than any queue; two that wait for each other stand still
 _MOST_ACTIONS = 600  # per request: more means that somebody goes round in circles
 
 #: Hears the story: (time in ns, who, what, details).
