@@ -270,12 +270,17 @@ PLANTS: dict[Callable[[Any], None], dict[str, Any]] = {
 }  # fmt: skip
 
 
+#: For time's sake: a world that is looked at before all others, for plants that few of the first ones show.
+LOOKED_AT_FIRST = {a_new_life_answers_for_the_old: 90, nothing_presses: 44, partly_loaded_can_be_hit: 20}
+
+
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_bug_is_caught(plant: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """And it is the plant that is caught: without it, that world is as it should be."""
     settings = {"groups": MODELS[0], **PLANTS[plant]}
     plant(monkeypatch)
-    seed = next((seed for seed in range(200) if _violation(seed, settings)), None)
+    seeds = sorted(range(200), key=lambda seed: seed != LOOKED_AT_FIRST.get(plant))
+    seed = next((seed for seed in seeds if _violation(seed, settings)), None)
     assert seed is not None, f"{plant.__name__} goes unnoticed in 200 worlds"
     monkeypatch.undo()
     without = _violation(seed, settings)
