@@ -205,6 +205,19 @@ def test_an_announcement_that_was_lost_comes_again() -> None:
     assert {message.transfer_id for message in pair.to_d if isinstance(message, Announce)} == {"one", "two"}
 
 
+def test_it_is_announced_again_although_its_registration_is_forgotten() -> None:
+    """Whoever has been told of KV registers no more: only its lease is kept alive."""
+    pair = crossed()
+    pair.step_p()
+    pair.to_d.clear()
+    pair.now = pair.p.config.registration_ns - 1
+    pair.step_p()
+    assert pair.to_d == []
+    pair.now += 1
+    pair.step_p()
+    assert [message.transfer_id for message in pair.to_d if isinstance(message, Announce)] == ["one", "two"]
+
+
 def late_push(transfer_id: str, **more: Any) -> NewRequest:
     """D's leg of a request whose KV is to be announced and read."""
     return replace(decode(**more), awaited=Awaited(peer=P, transfer_id=transfer_id))

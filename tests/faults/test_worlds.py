@@ -47,6 +47,7 @@ ONCE_BROKEN: dict[tuple[int, TransferMode | None], str] = {
     (171, None): "a grant gave way while it was being written: what was written was lost, the request failed (WASTE)",
     (9590, None): "what P kept waited for memory that D had granted for what P had no room for, 3 s each time (WASTE)",
     (9216, None): "who registers anew to read what was to be written did not renew its lease (WASTE)",
+    (5265, None): "what had been announced long before could not press: its registration was forgotten (WASTE)",
     (30254, "write"): "loaded requests held all memory, and the first one lacked a block (STUCK)",
 }
 

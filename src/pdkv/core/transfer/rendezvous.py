@@ -48,6 +48,15 @@ class Registration:
     deadline_ns: int | None
 
 
+@dataclass(slots=True)
+class Kept:
+    """A finished prefill: where to announce it, once somebody has registered, and when `offer_kept` last did."""
+
+    announce: Announce
+    origin: bytes | None = None
+    offered_ns: int | None = None
+
+
 def _grant_of(message: Register | RegisterWrite) -> WriteGrant | None:
     """The memory that who registers has granted for the KV."""
     return message.grant if isinstance(message, RegisterWrite) else None
@@ -64,10 +73,10 @@ class Announcements:
         # A consumer repeats itself every sixth of a lease; one that has been silent for a whole one is gone.
         self._patience_ns = config.lease_ns
         self._expected: set[str] = set()
-        self._kept: dict[str, Announce] = {}
+        self._registration_ns = config.registration_ns
+        self._kept: dict[str, Kept] = {}
         self._over: OrderedDict[str, str] = OrderedDict()
         self._registered: OrderedDict[str, Registration] = OrderedDict()
-        self._offered: set[str] = set()  # of what is kept: announced by `offer_kept`
 
     def expect(self, request: Request) -> None:
         """A prefill has arrived."""
@@ -94,10 +103,12 @@ class Announcements:
         if transfer_id is None:
             return None
         self._expected.discard(transfer_id)
-        self._kept[transfer_id] = announce = Announce(transfer_id, request.request_id, grant)
+        announce = Announce(transfer_id, request.request_id, grant)
         waiting = self._registered.get(transfer_id)
         if waiting is None or not self._counts(waiting):
+            self._kept[transfer_id] = Kept(announce)
             return None
+        self._kept[transfer_id] = Kept(announce, waiting.origin)
         if isinstance(waiting.message, RegisterWrite):
             if waiting.message.grant is None:
                 return None
@@ -106,15 +117,16 @@ class Announcements:
         return None
 
     def offer_kept(self) -> None:
-        """Announce what consumers have no memory for yet, each once, even if it was announced or is to be written.
+        """Announce what consumers have no memory for yet, even if it was announced or is to be written.
 
-        Who has not heard of the latter registers again, and is answered then.
+        Again only as often as they register.
         """
-        for transfer_id, announce in self._kept.items():
-            waiting = self._registered.get(transfer_id)
-            if waiting is not None and _grant_of(waiting.message) is None and transfer_id not in self._offered:
-                self._offered.add(transfer_id)
-                self._reply(waiting.origin, announce)
+        now_ns = self._journal.now_ns
+        for kept in self._kept.values():
+            is_due = kept.offered_ns is None or kept.offered_ns + self._registration_ns <= now_ns
+            if kept.origin is not None and is_due:
+                kept.offered_ns = now_ns
+                self._reply(kept.origin, kept.announce)
 
     def ended(self, transfer_id: str | None, reason: str) -> None:
         """Nothing stands under this id any more, however it came."""
@@ -122,7 +134,6 @@ class Announcements:
             return
         self._expected.discard(transfer_id)
         self._kept.pop(transfer_id, None)
-        self._offered.discard(transfer_id)
         self._over[transfer_id] = reason
         while len(self._over) > _MOST_OVER:
             self._over.popitem(last=False)
@@ -143,15 +154,17 @@ class Announcements:
             return None
         grant = _grant_of(message)
         kept = self._kept.get(transfer_id) if over is None else None
-        if kept is not None and (isinstance(message, Register) or (grant is None and transfer_id in self._offered)):
-            self._reply(origin, kept)
-        elif kept is not None and grant is not None:
-            self._registered.pop(transfer_id, None)  # `Writes` answers from now on
-        else:
-            self._keep_in_mind(message, origin)
+        if kept is not None:
+            kept.origin = origin
+            if isinstance(message, Register) or (grant is None and kept.offered_ns is not None):
+                self._reply(origin, kept.announce)
             if grant is not None:
-                self._writes.note(grant, origin, writing=False)
-        return kept
+                self._registered.pop(transfer_id, None)  # `Writes` answers from now on
+            return kept.announce
+        self._keep_in_mind(message, origin)
+        if grant is not None:
+            self._writes.note(grant, origin, writing=False)
+        return None
 
     def _keep_in_mind(self, message: Register | RegisterWrite, origin: bytes) -> None:
         deadline_ns = self._journal.now_ns + self._patience_ns if self._is_answered(message) else None
@@ -187,7 +200,8 @@ class Announcements:
         kept = self._kept.get(transfer_id)
         if kept is None:
             self.ended(transfer_id, "withdrawn by its consumer")
-        return kept
+            return None
+        return kept.announce
 
     def take_replies(self) -> tuple[Reply, ...]:
         """Answers to send, once."""
