@@ -261,20 +261,18 @@ class Scheduler(Roster):
                 continue
             others = (*self.holding, *skipped_holding)
             admission = self._admitter.admit(request, left, self.running, others, rules=self._rules, rows=rows)
+            if request.produces and (admission.lacks_memory or admission.share_used_up) and not self.running:
+                self._producer.make_way_for(request)
             if admission.verdict is Verdict.LATER:
                 break
             if admission.verdict is Verdict.STOP:
                 self.blocked_by = None if skipped_waiting else request
                 self.short_of_memory = admission.lacks_memory
-                if admission.lacks_memory and request.produces and not self.running:
-                    self._producer.make_way_for(request)
                 break
             _ = self.holding.popleft() if from_holding else self.waiting.pop()
             if admission.verdict is Verdict.SKIP:
                 share_used_up = share_used_up or admission.share_used_up
                 skipped_waiting.append(request)
-                if admission.share_used_up and not self.running:
-                    self._producer.make_way_for(request)
             elif admission.verdict is Verdict.LOAD:
                 self._start_load(request, admission)
                 skipped_holding.append(request)

@@ -190,11 +190,14 @@ class Producer:
 
     # ------------------------------------------------------------------------------------------------------- push
 
-    def on_register(self, message: Register, origin: bytes, received_ns: int) -> None:
-        """A consumer waits for this KV to be announced: that renews its lease, if it is there."""
+    def on_register(self, message: Register | RegisterWrite, origin: bytes, received_ns: int) -> Lease | None:
+        """A consumer waits for this KV: that renews its lease, which is returned, if it is there."""
         kept = self.announcements.on_register(message, origin)
-        if kept is not None:
-            self._renew(self._by_token[kept.grant.token], received_ns)
+        if kept is None:
+            return None
+        lease = self._by_token[kept.grant.token]
+        self._renew(lease, received_ns)
+        return lease
 
     def on_register_write(self, message: RegisterWrite, origin: bytes, received_ns: int) -> None:
         """A consumer waits for this KV to be written: that renews its lease, and begins the WRITE if it is there."""
@@ -205,12 +208,8 @@ class Producer:
             return
         if known:
             return
-        kept = self.announcements.on_register(message, origin)
-        if kept is None:
-            return
-        lease = self._by_token[kept.grant.token]
-        self._renew(lease, received_ns)
-        if message.grant is not None:
+        lease = self.on_register(message, origin, received_ns)
+        if lease is not None and message.grant is not None:
             self._write(lease, message, origin)
 
     def _write(self, lease: Lease, message: Register | RegisterWrite, origin: bytes) -> None:
